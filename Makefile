@@ -77,7 +77,7 @@ test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun an
 	PARSTRAT_REQUIRE_CLUSTER=1 $(RUN) pytest -m cluster tests/slurm $(PYTEST_ARGS)
 
 test-faults: install  ## kill 50 trainings, at named points and at random, and go on from what they left
-	PARSTRAT_KILLS=50 $(RUN) pytest tests/faults $(PYTEST_ARGS)
+	PARSTRAT_KILLS=$${PARSTRAT_KILLS:-50} $(RUN) pytest tests/faults $(PYTEST_ARGS)
 
 test-deliberate-faults: install  ## put faults into a copy of the package, one by one, and demand that tests find them
 	$(RUN) tests.deliberate_faults.run $(FAULTS)

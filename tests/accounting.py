@@ -1,8 +1,7 @@
 """What a rank sends in a step, by formulas on the plan: the oracle of what collectives count.
 
 With Psi parameters of b bytes on N ranks, a step sends ``(N - 1) / N * Psi * 2 b`` bytes per rank (gradients out,
-gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where each of K
-micro-batches is reduced, gradients go out K times: ``(N - 1) / N * Psi * (K + 1) b``. Where parameters stay
+gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where parameters stay
 uncut it is ``Psi * 2 b`` at most in the mean over ranks, as sums are passed on to their owners. ZeRO: Rajbhandari et
 al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
-from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 
 
 class StepTraffic(NamedTuple):
@@ -35,9 +33,8 @@ def step_traffic(
     summed: Sequence[BucketLayout] | None = None,
     shard_groups: ShardGroups | None = None,
     native: bool = False,
-    micro_batches: int = 1,
 ) -> StepTraffic:
-    """The traffic of one step in which every bucket is gathered once, and reduced once or more, padding included.
+    """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
     For each bucket ``(world_size - 1) / world_size`` of it each way, also in two levels; nothing at world size 1. Where
     shards differ, the rank also passes on the sums that others own of its equal part, and what it owns of the
@@ -52,7 +49,6 @@ def step_traffic(
         summed: The plan with the item sizes that gradients are summed in, where they travel in others.
         shard_groups: Which ranks share a copy of what is sharded; by default all do.
         native: Whether a backend's own collectives carry equal parts, as on GPUs.
-        micro_batches: How often every bucket is reduced.
     """
     if not buckets:
         return StepTraffic(0, 0, 0, 0)
@@ -73,38 +69,15 @@ def step_traffic(
     count = sum(bucket.world_size > 1 for bucket in buckets)
     several = place.copies > 1
     return StepTraffic(
-        reduce_scatters=count * micro_batches,
-        reduce_scatter_bytes=reduced * micro_batches,
+        reduce_scatters=count,
+        reduce_scatter_bytes=reduced,
         all_gathers=count,
         all_gather_bytes=gathered_bytes,
-        all_reduces=len(buckets) * micro_batches * several,
-        all_reduce_bytes=between_groups * micro_batches * several,
+        all_reduces=len(buckets) * several,
+        all_reduce_bytes=between_groups * several,
     )
 
 
 def moved(shard: int, had: Sequence[int], wanted: Sequence[int]) -> int:
     """The elements of a shard by the bounds ``had`` that other shards have by ``wanted``."""
     return sum(part.numel for part in parts_of(wanted, had[shard], had[shard + 1]) if part.shard != shard)
-
-
-def traffic_of(engine: ShardedDataParallel, micro_batches: int = 1) -> StepTraffic:
-    """What this rank sends in a step that uses all parameters and exposes no gradients.
-
-    Args:
-        engine: What sends it.
-        micro_batches: Of the step; those before the last count where they are reduced, too.
-    """
-    reducer = engine.reducer
-    widens = reducer.collectives.widens
-    adds_up = reducer.shards_accumulation and micro_batches > 1
-    sums = {bucket: bucket.sum_dtype if adds_up else bucket.shard_dtype for bucket in engine.buckets}
-    travel = {bucket: wide if widens else bucket.comm_dtype for bucket, wide in sums.items()}
-    return step_traffic(
-        [bucket.layout._replace(itemsize=dtype.itemsize) for bucket, dtype in travel.items()],
-        reducer.collectives.rank,
-        [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in engine.buckets],
-        [bucket.layout._replace(itemsize=wide.itemsize) for bucket, wide in sums.items()],
-        engine.shard_groups,
-        widens or any(bucket.device.type != "cpu" for bucket in engine.buckets),
-        micro_batches if reducer.shards_accumulation else 1,
-    )

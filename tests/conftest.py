@@ -1,11 +1,9 @@
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests import devices
-from tests.held_time import HeldTime
 from tests.pool import RankError, RankPool
 
 LONG_FILES = (
@@ -55,14 +53,6 @@ def _ranks(item: pytest.Item) -> int:
     """How many a test says it has; most that do not say have two."""
     callspec = getattr(item, "callspec", None)
     return 2 if callspec is None else callspec.params.get("world_size", 2)
-
-
-@pytest.fixture
-def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
-    """What asks ``time.perf_counter`` gets the time that the test has let pass."""
-    held = HeldTime()
-    monkeypatch.setattr(time, "perf_counter", held)
-    return held
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The strategies under Lightning's own command line, whose parser reads their signatures."""
+"""The strategies under Lightning's own command line, whose parser reads their signatures.
+
+``test_example_configs.py`` trains by it.
+"""
 
 import inspect
 import re
@@ -12,39 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy
-from lightning_parstrat.core.wording import counted
-from tests.scripts import run_python
 
-PROGRAM = """
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import DataLoader
-
-
-class Tiny(LightningModule):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        return DataLoader(torch.ones(32, 4), batch_size=2)
-
-    def on_train_end(self):
-        if self.trainer.is_global_zero:
-            trainer = self.trainer
-            print("trained:", trainer.global_step, type(trainer.strategy).__name__, "ranks:", trainer.world_size)
-
-
-if __name__ == "__main__":
-    LightningCLI(Tiny)
-"""
 TRAINER = {
     "accelerator": "cpu",
     "max_epochs": 1,
@@ -62,36 +33,6 @@ Parse = Callable[..., LightningCLI]
 
 def class_path(**init_args: Any) -> dict[str, Any]:
     return {"class_path": CLASS_PATH, "init_args": init_args}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "devices", "expected"),
-    [
-        pytest.param(
-            class_path(bucket_cap_mb=SMALL_CAP, partition="parameter"),
-            (),
-            2,
-            # Not the half: the larger of two ranks' sets of whole parameters.
-            ("ZeRO1Strategy", "256 bytes per rank instead of 392 bytes."),
-            id="by class",
-        ),
-        pytest.param("ddp", ("--trainer.strategy=ddp_tuned",), 2, ("TunedDDPStrategy", None), id="ddp_tuned"),
-    ],
-)
-def test_a_run_trains_with_the_strategy_it_names(
-    tmp_path: Path, strategy: Any, arguments: tuple[str, ...], devices: int, expected: tuple[str, str | None]
-) -> None:
-    config = tmp_path / "given.yaml"
-    config.write_text(yaml.safe_dump({"trainer": {**TRAINER, "devices": devices, "strategy": strategy}}))
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    result = run_python([program, "fit", "--config", config, *arguments], tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    name, state = expected
-    assert f"trained: 2 {name} ranks: {devices}" in result.stdout
-    if state is not None:
-        assert f"49 parameters over {counted(devices, 'rank')}, optimizer state {state}" in result.stderr
 
 
 @pytest.fixture
@@ -113,6 +54,7 @@ def test_the_command_line_comes_before_the_file(parse: Parse) -> None:
     one_argument = parse(class_path(bucket_cap_mb=SMALL_CAP), argument).trainer.strategy
     for built in (by_class, one_argument):
         assert isinstance(built, ZeRO1Strategy) and built._policy.bucket_cap_mb == 2
+    assert isinstance(parse("ddp", "--trainer.strategy=ddp_tuned").trainer.strategy, TunedDDPStrategy)
 
 
 def test_sizes_of_buckets_may_be_given_in_all_ways(parse: Parse) -> None:

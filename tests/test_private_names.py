@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning
 import pytest
@@ -22,7 +23,9 @@ from lightning_parstrat.distributed import torch_compat
 from lightning_parstrat.pytorch_lightning import renamed
 from lightning_parstrat.strategies import lightning_compat
 from lightning_parstrat.strategies.lightning_compat import untried_versions
-from tests.scripts import run_script
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.parity import train
 
 ROOT = Path(lightning_parstrat.__file__).parent
 FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -262,24 +265,12 @@ def test_versions_that_are_newer_than_those_tried_are_named() -> None:
     assert "lightning up" not in str(untried_versions("9.1.0+cpu", LIGHTNING))
 
 
-def test_a_fit_with_a_version_nobody_tried_warns_once_and_goes_on(tmp_path: Path) -> None:
-    script = """
-import warnings
-import torch
-torch.__version__ = "9.1.0"
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(2):
-        trainer = Trainer(accelerator="cpu", devices=1, strategy="zero1_custom", max_steps=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
-        trainer.fit(BoringModel())
-        print("steps:", trainer.global_step)
-for one in caught:
-    if "was tried with" in str(one.message):
-        print("said:", one.message)
-"""
-    printed = run_script(script, tmp_path)
-    assert printed.count("steps: 1") == 2
-    assert printed.count("said: ") == 1 and f"torch up to {TORCH}" in printed and "torch 9.1.0" in printed
+def fit_twice_with_a_version_nobody_tried() -> tuple[int, list[str]]:
+    with patch.object(torch, "__version__", "9.1.0"), pytest.warns() as warned:
+        steps = sum(train(zoo.MLP, "zero1_custom", max_steps=1).trainer.global_step for _ in range(2))
+    return steps, [str(one.message) for one in warned if "was tried with" in str(one.message)]
+
+
+def test_a_fit_with_a_version_nobody_tried_warns_once_and_goes_on(own_pool: RankPool) -> None:
+    ((steps, (warned,)),) = own_pool.run(1, fit_twice_with_a_version_nobody_tried)
+    assert steps == 2 and f"torch up to {TORCH}" in warned and "torch 9.1.0" in warned

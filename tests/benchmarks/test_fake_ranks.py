@@ -125,9 +125,3 @@ def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
         few = title == "sharded save: largest buffer, bytes" and by_size[1024] < 1500 * 1024
         few |= title.startswith("setup") and by_size[1024] <= 8 * 1024
         assert growth(by_size) <= 0.25 or few or ("messages" not in title and "buffer" not in title), title
-
-
-def test_growth_is_a_power_of_the_number_of_ranks() -> None:
-    assert growth({8: 1, 64: 10, 512: 40, 1024: 40}) == pytest.approx(0.5)
-    assert growth({8: 1, 64: 8}) == pytest.approx(1.0)
-    assert growth({64: 0, 1024: 0}) == 0 and growth({64: 0, 1024: 2}) == math.inf

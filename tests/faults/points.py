@@ -42,10 +42,8 @@ def kill() -> None:
 
 
 def _mid_file(kills: KillsAt) -> None:
-    torch.save = _half(torch.save, kills)
+    write = torch.save
 
-
-def _half(write: Callable[..., Any], kills: KillsAt) -> Callable[..., Any]:
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         if not kills.is_now:
             write(value, file, *args, **kwargs)
@@ -57,32 +55,18 @@ def _half(write: Callable[..., Any], kills: KillsAt) -> Callable[..., Any]:
         file.flush()
         kill()
 
-    return half
+    torch.save = half
 
 
-def _before_fsync(kills: KillsAt) -> None:
-    _before(os, "fsync", kills)
-
-
-def _before_rename(kills: KillsAt) -> None:
+def _around_renames(around: Callable[..., None], kills: KillsAt) -> None:
     for module in (durable_files, dcp):
-        _before(module, "put_in_place", kills)
-
-
-def _after_rename(kills: KillsAt) -> None:
-    for module in (durable_files, dcp):
-        _after(module, "put_in_place", kills)
+        around(module, "put_in_place", kills)
 
 
 def _between_renames(kills: KillsAt) -> None:
     """On a file system that cannot exchange two names."""
     durable_files._exchange = lambda one, other: False
     _after(os, "rename", kills)
-
-
-def _after_exchange(kills: KillsAt) -> None:
-    """When the new folder has its name, and the old one is still there."""
-    _after(durable_files, "_exchange", kills)
 
 
 def _mid_removal(kills: KillsAt) -> None:
@@ -107,11 +91,12 @@ def _between_ranks(kills: KillsAt) -> None:
 
 SAVING: dict[str, Callable[[KillsAt], None]] = {
     "mid-file": _mid_file,
-    "before fsync": _before_fsync,
-    "before rename": _before_rename,
-    "after rename": _after_rename,
+    "before fsync": lambda kills: _before(os, "fsync", kills),
+    "before rename": lambda kills: _around_renames(_before, kills),
+    "after rename": lambda kills: _around_renames(_after, kills),
     "between renames": _between_renames,
-    "after exchange": _after_exchange,
+    # When the new folder has its name, and the old one is still there.
+    "after exchange": lambda kills: _after(durable_files, "_exchange", kills),
     "mid-removal": _mid_removal,
     "between ranks": _between_ranks,
 }

@@ -4,7 +4,6 @@ The training that goes on is the one that nobody killed: the same samples in the
 """
 
 import datetime
-import json
 import os
 import random
 import re
@@ -134,7 +133,6 @@ def test_what_was_saved_is_whole_and_training_goes_on(
     tmp_path: Path,
     expected: Callable[[str, int], Expected],
     stopped: Callable[[Kill], tuple[Path, list[Samples]]],
-    record_property: Callable[[str, object], None],
     kill: Kill,
 ) -> None:
     reference = expected(kill.strategy, kill.world_size)
@@ -157,7 +155,6 @@ def test_what_was_saved_is_whole_and_training_goes_on(
         job.kill(everybody)
     ended = job.wait(TIMEOUT.total_seconds() + SECONDS)
     trained.append([samples_of(rank) for rank in ended])
-    hit = moment_of(ended[victim])
     if kill.point is not None:
         assert ended[victim].exitcode == -9, ended[victim].output
     if not kill.whole_job and ended[victim].exitcode == -9:
@@ -177,7 +174,6 @@ def test_what_was_saved_is_whole_and_training_goes_on(
         check_samples([attempt[rank] for attempt in trained], begun, reference.samples[rank])
     assert_same(torch.load(folder / "result.pt"), reference.parameters)
     assert not list(folder.glob("*-replaced*"))
-    record_property("kill", json.dumps({**kill._asdict(), "hit": hit, "resumed_after_step": last_step}))
 
 
 def test_fifty_kills_hit_every_point() -> None:
@@ -209,17 +205,6 @@ def check_samples(attempts: Sequence[Samples], begun: int, reference: Samples) -
     assert counted == reference
     for attempt in lost:
         assert attempt == {batch: reference[batch] for batch in attempt}
-
-
-def moment_of(rank: Ended) -> str:
-    """What a rank was doing when it was killed."""
-    lines = rank.output.splitlines()
-    if rank.exitcode != -9:
-        return "after its end"
-    for what, said in (("save", "in a save"), ("load", "in a load")):
-        if lines.count(f"begins to {what}") > lines.count(f"ends to {what}"):
-            return said
-    return "in training" if "begins after step" in rank.output else "before training"
 
 
 def check_survivors(ended: Sequence[Ended], victim: int, kill: Kill) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
-from lightning_parstrat.distributed.checkpoint import dcp
-from lightning_parstrat.distributed.comm import liveness as liveness
+from lightning_parstrat.distributed.comm import liveness
 from tests.faults.jobs import TIMEOUT
 from tests.faults.points import POINTS, KillsAt, kill
 from tests.strategies.data.rows import Numbered
@@ -87,7 +86,7 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     own = {key: value for key, value in arguments.items() if key != "strategy"}
     trainer = make_trainer(
         kind(timeout=TIMEOUT, **{**of_kind, **own}),
-        callbacks=[saving, SaysWhereItIs(), *more],
+        callbacks=[saving, SaysWhereItBegins(), *more],
         enable_checkpointing=True,
         max_epochs=EPOCHS,
         accumulate_grad_batches=MICRO_BATCHES[name],
@@ -103,33 +102,11 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
         torch.save(trained, result)
         # Two jobs may train in one folder.
         result.rename(result.with_name("result.pt"))
-    say("has ended")
 
 
-class SaysWhereItIs(Callback):
-    """Prints what a kill may hit: what is being done, and until when."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for owner, name, what in (
-            (trainer.strategy, "load_checkpoint", "load"),
-            (trainer.strategy, "save_checkpoint", "save"),
-            # The thread of an asynchronous save goes on where `save_checkpoint` has returned.
-            (dcp.PiecesWriter, "write_data", "save"),
-        ):
-            setattr(owner, name, _announced(getattr(owner, name), what))
-
+class SaysWhereItBegins(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(f"begins after step {trainer.global_step}.")
-
-
-def _announced(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        say(f"begins to {what}")
-        result = function(*args, **kwargs)
-        say(f"ends to {what}")
-        return result
-
-    return announced
 
 
 class EndsAfter(Callback):

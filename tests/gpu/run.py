@@ -39,10 +39,10 @@ class Group(NamedTuple):
 GROUPS = (
     Group("strategies/test_parity.py", 280),
     Group("gpu/test_poisoned.py", 60),
-    Group("gpu/test_steady_step.py", 60),
+    Group("gpu/test_steady_step.py", 90),
     Group("gpu/test_memory.py", 60),
     Group("strategies/test_realistic_trainings.py", 120),
-    Group("gpu/test_two_ranks.py", 100),
+    Group("gpu/test_two_ranks.py", 70),
     Group("gpu/test_features.py", 60),
     Group("gpu/test_across_devices.py", 100),
     Group("strategies/test_callbacks.py", 90),

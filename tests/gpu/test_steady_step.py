@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu.trainings import Layers, check_waits, waits_of
 from tests.pool import RankPool
@@ -16,9 +17,9 @@ from tests.strategies.parity import by_flag, zero3
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipping": {"gradient_clip_val": 1.0},
-    "accumulation": {"accumulate_grad_batches": 2},
+    "accumulation": {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
     "bf16-mixed": {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
-    "bf16-true": {"precision": "bf16-true", "gradient_clip_val": 1.0},
+    "bf16-true": {"precision": "bf16-true", "gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
     # torch's scaler asks the device whether to step.
     "16-mixed": {"fp16": True, "gradient_clip_val": 1.0},
 }
@@ -27,48 +28,39 @@ WEIGHTS: dict[str, Callable[[torch.device], Any]] = {
     "on the device": lambda device: torch.full((), 3.0, device=device),
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "by flag": by_flag,
+    "by flag": lambda: by_flag(bucket_cap_mb=0.5),
     # As with several ranks, where nothing is skipped.
     "path of several ranks": lambda: by_flag(LateZeRO1),
     "zero3": zero3,
 }
+# Training, strategy, weights of losses, and how many ranks.
+ROWS: list[tuple[str, str, str | None, int]] = [
+    *((name, one, None, 1) for name in TRAININGS for one in ("by flag", "path of several ranks")),
+    *((name, one, None, 2) for name in ("clipping", "accumulation") for one in ("by flag", "zero3")),
+    *((name, "zero3", None, 1) for name in ("clipping", "accumulation")),
+    *((name, "by flag", weight, 1) for name in ("accumulation", "bf16-true") for weight in WEIGHTS),
+]
 
 
-def count(training: dict[str, Any], strategy: str | None, weight: str | None, folder: str) -> Any:
-    path = Path(folder) / f"{strategy}.json"
-    make_module = lambda: Layers(weight=None if weight is None else WEIGHTS[weight])  # noqa: E731
-    return waits_of(None if strategy is None else STRATEGIES[strategy](), path, make_module, **training)
+def count(training: str, strategy: str, weight: str | None, folder: str) -> tuple[Counter[str], Counter[str], int]:
+    path = Path(folder) / f"{dist.get_rank()}.json"
+    make_module = lambda: Layers(256, 8, weight=None if weight is None else WEIGHTS[weight])  # noqa: E731
+    expected, _ = waits_of(None, path, make_module, **TRAININGS[training])
+    return expected, *waits_of(STRATEGIES[strategy](), path, make_module, **TRAININGS[training])
 
 
 # The host waits for each weight's copy, which was queued before backward: it has to know whether a step has any weight.
 FOR_WEIGHTS = {"on the device": Counter({"cudaEventSynchronize": 6})}
 
 
-def compare(ranks: RankPool, training: dict[str, Any], strategy: str, weight: str | None, folder: Path) -> None:
-    ((expected, _),) = ranks.run(1, count, training, None, weight, str(folder))
-    ((found, launched),) = ranks.run(1, count, training, strategy, weight, str(folder))
-    check_waits(ranks.device, expected + FOR_WEIGHTS.get(weight or "", Counter()), found, launched)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [(name, one) for name in TRAININGS for one in STRATEGIES if one != "zero3" or name in ("clipping", "accumulation")],
-)
+@pytest.mark.parametrize(("name", "strategy", "weight", "world_size"), ROWS)
 def test_the_host_waits_no_more_than_a_plain_trainers(
-    ranks: RankPool, tmp_path: Path, name: str, strategy: str
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, strategy: str, weight: str | None, world_size: int
 ) -> None:
-    compare(ranks, TRAININGS[name], strategy, None, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_weights_of_losses_are_waited_for_where_the_host_must_know_them(
-    ranks: RankPool, tmp_path: Path, weight: str, precision: str
-) -> None:
-    training = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": precision}
-    compare(ranks, training, "by flag", weight, tmp_path)
+    pool = request.getfixturevalue("ranks" if world_size == 1 else "two")
+    for expected, found, launched in pool.run(world_size, count, name, strategy, weight, str(tmp_path)):
+        check_waits(pool.device, expected + FOR_WEIGHTS.get(weight or "", Counter()), found, launched)
 
 
 class Looks(Layers):

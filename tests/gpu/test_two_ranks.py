@@ -1,27 +1,24 @@
 """Two ranks over NCCL, on one GPU if need be, each as a host of its own; skipped where NCCL refuses that.
 
-The tables of trainings have what two ranks train. Here are waits, and failures.
+The tables of trainings have what two ranks train. Here are failures.
 """
 
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks.ranks import free_port
 from tests.gpu.run import ROOT
-from tests.gpu.trainings import Layers, check_waits, fit, waits_of
+from tests.gpu.trainings import Layers, fit
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP64
-from tests.strategies.parity import by_flag, ddp, largest_difference, train, zero3
+from tests.strategies.parity import by_flag, ddp, largest_difference, train
 
 
 def synchronise_batch_norm() -> tuple[float, float]:
@@ -37,27 +34,6 @@ def test_batch_norm_is_synchronised_as_under_ddp(two: RankPool, cuda: str) -> No
     # On CPU neither torch's layer nor its DDP does this.
     for difference, without in two.run(2, synchronise_batch_norm):
         assert difference <= FP64 and without > 1e-3
-
-
-STRATEGIES: dict[str, Callable[[], Any]] = {"zero1": lambda: by_flag(bucket_cap_mb=0.5), "zero3": zero3}
-
-
-def count_waits(path: str, strategy: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:
-    rank_path = Path(f"{path}-{dist.get_rank()}.json")
-    arguments: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": accumulate}
-    expected, _ = waits_of(None, rank_path, lambda: Layers(256, 8), **arguments)
-    found, launched = waits_of(STRATEGIES[strategy](), rank_path, lambda: Layers(256, 8), **arguments)
-    return expected, found, launched
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_steady_step_has_the_host_wait_for_the_device(
-    two: RankPool, tmp_path: Path, accumulate: int, strategy: str
-) -> None:
-    for counted in two.run(2, count_waits, str(tmp_path / "trace"), strategy, accumulate):
-        check_waits(two.device, *counted)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests import devices
-from tests.strategies.zoo import FEATURES, MLP, Adversarial, OptimizerFactory, Zoo, adamw
+from tests.strategies.zoo import FEATURES, MLP, Adversarial, OptimizerFactory, StepsByHand, Zoo, adamw
 
 
 class SharedMemory(Zoo):
@@ -49,25 +49,7 @@ class NeverTrained(MLP):
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
 
 
-class SteppedTogether(MLP):
-    """Base: several optimizers, stepped by hand after one backward."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        optimizers = self.optimizers()
-        loss = self.compute_loss(batch)
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        return loss.detach()
-
-
-class SharedParameter(SteppedTogether):
+class SharedParameter(StepsByHand, MLP):
     """One layer is in two optimizers."""
 
     def configure_optimizers(self) -> Any:
@@ -397,15 +379,7 @@ class WithHooks(MLP):
         parameter.grad.mul_(0.5)
 
 
-class Manual(MLP):
-    """Base of manual optimization with one optimizer."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-
-class RepeatedBackward(Manual):
+class RepeatedBackward(StepsByHand, MLP):
     """Two losses, each with a backward, before one step; zeroed in place."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -422,8 +396,9 @@ class RepeatedBackward(Manual):
 class TwoHeads(Zoo):
     """Two losses over one trunk, each with a backward of its own that leaves the other's head alone."""
 
+    automatic_optimization = False
+
     def build(self) -> None:
-        self.automatic_optimization = False
         self.trunk = nn.Linear(FEATURES, 8)
         self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
 
@@ -471,7 +446,7 @@ class MoreOptimizers(MLP):
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
 
 
-class FrozenBetween(Manual):
+class FrozenBetween(StepsByHand, MLP):
     """A layer is frozen while backward is over and the step is not yet done, on every rank."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -485,7 +460,7 @@ class FrozenBetween(Manual):
         return loss.detach()
 
 
-class MovesOver(Manual):
+class MovesOver(StepsByHand, MLP):
     """A parameter of one optimizer joins another one's groups; each zeroes its own gradients alone."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -523,7 +498,7 @@ class ReloadsState(MLP):
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-class ByClosure(Manual):
+class ByClosure(StepsByHand, MLP):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         optimizer = self.optimizers()
 
@@ -537,7 +512,7 @@ class ByClosure(Manual):
         return loss.detach()
 
 
-class Unannounced(Manual):
+class Unannounced(StepsByHand, MLP):
     """Calls backward by itself, which Lightning's DDP does not synchronise: the ranks part. Here they do not."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -578,7 +553,7 @@ class TwoSpeeds(Adversarial):
         ]
 
 
-class GradientPenalty(Manual):
+class GradientPenalty(StepsByHand, MLP):
     """A graph through gradients."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -600,7 +575,7 @@ class Averaging(MLP):
             self.optimizers(use_pl_optimizer=False).train()
 
 
-class Matrices(SteppedTogether):
+class Matrices(StepsByHand, MLP):
     """Matrices of different shapes by one optimizer, everything else by another."""
 
     def build(self) -> None:

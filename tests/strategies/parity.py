@@ -65,6 +65,16 @@ class Recorder(Callback):
         self.losses.append((torch.zeros(()) if loss is None else loss.detach().clone()).to(devices.device()))
 
 
+class Looks(Callback):
+    """Looks when a training ends, before its strategy is torn down."""
+
+    def __init__(self, look: Callable[[Trainer], Any]) -> None:
+        self.look, self.seen = look, None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen = self.look(trainer)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Collective for what is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -43,9 +43,10 @@ class Deep(nn.Module):
 class Knows(Blocks):
     """Knows which batch is too large, and does not try."""
 
+    automatic_optimization = False
+
     def __init__(self, where: str, handled: str) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.blocks = nn.ModuleList(Deep() for _ in range(3))
         self.where, self.handled = where, handled
 

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.parity import Run, ddp, largest_difference, make_trainer, train, zero1
+from tests.strategies.parity import Looks, ddp, largest_difference, make_trainer, train, zero1
 
 LAYERS = 6
 
@@ -39,31 +39,19 @@ class WithoutOneLayer(RegisteredBackwards):
         return at != 2 + self.global_rank
 
 
-def planned(run: Run) -> list[str]:
+def planned(trainer: Trainer) -> list[str]:
     """The layers in the order in which their weights leave."""
-    plan = run.trainer.strategy.plan_at_the_end
+    plan = trainer.strategy._engine.plan
     return [name.split(".")[1] for bucket in plan for name in bucket if name.endswith("weight")]
-
-
-def keeps_plan(strategy: Any) -> Any:
-    """The strategy, whose last plan can be looked at when the training is over."""
-    close = strategy._close_engine
-
-    def close_engine() -> None:
-        if strategy._engine is not None:
-            strategy.plan_at_the_end = strategy._engine.plan
-        close()
-
-    strategy._close_engine = close_engine
-    return strategy
 
 
 def distance_and_plan(
     module: type[zoo.Zoo], policy: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[float, list[str]]:
+    looks = Looks(planned)
     expected = train(module, ddp(), **arguments)
-    found = train(module, keeps_plan(zero1(**policy)), **arguments)
-    return largest_difference(found, expected), planned(found)
+    found = train(module, zero1(**policy), callbacks=[looks], **arguments)
+    return largest_difference(found, expected), looks.seen
 
 
 BACKWARD = [f"layer{at}" for at in reversed(range(LAYERS))]
@@ -94,25 +82,16 @@ class HasState(RegisteredBackwards):
         return torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
-class Saves(Callback):
-    """At the end of training, before the strategy is torn down."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def resumed_plans(folder: str) -> tuple[list[str], list[str]]:
     """The order after a resume from a checkpoint of ``zero1_custom``, and from one of ``ddp``."""
     plans = []
     for number, strategy in enumerate((zero1(), ddp())):
         path = str(Path(folder) / f"{number}.ckpt")
-        run = train(RegisteredBackwards, strategy, max_steps=3, callbacks=[Saves(path)])
-        trainer = make_trainer(keeps_plan(zero1()), max_steps=6)
+        saves, looks = Looks(lambda trainer, path=path: trainer.save_checkpoint(path)), Looks(planned)
+        train(RegisteredBackwards, strategy, max_steps=3, callbacks=[saves])
+        trainer = make_trainer(zero1(), max_epochs=2, callbacks=[looks])
         trainer.fit(RegisteredBackwards(), zoo.loader(80, 4), ckpt_path=path)
-        plans.append(planned(Run([], [], run.module, trainer)))
+        plans.append(looks.seen)
     return plans[0], plans[1]
 
 

@@ -20,10 +20,8 @@ from tests.strategies.parity import ddp, make_trainer, train
 class BackwardOfAnEarlierForward(zoo.MLP):
     """Steps between a forward and its backward, which torch refuses: the graph has saved what is no more."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.refused = 0
+    automatic_optimization = False
+    refused = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         earlier, loss = super().training_step(batch, batch_idx), super().training_step(batch, batch_idx)

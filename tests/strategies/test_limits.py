@@ -4,13 +4,11 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from tests.pool import RankPool
 from tests.strategies import cases, test_callbacks, zoo
 from tests.strategies.checkpoint.test_routes import ROUTES
 from tests.strategies.gradients import test_steps, trainings
-from tests.strategies.parity import train
+from tests.strategies.parity import Looks, train
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "limits.md"
@@ -137,14 +135,9 @@ def test_each_cell_says_what_tests_show() -> None:
 
 
 def wrapped(flag: str) -> bool:
-    found = []
-
-    class Looks(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            found.append(getattr(trainer.model, "module", None) is pl_module)
-
-    train(zoo.MLP, flag, callbacks=[Looks()], max_steps=1)
-    return found[0]
+    looks = Looks(lambda trainer: hasattr(trainer.model, "module"))
+    train(zoo.MLP, flag, callbacks=[looks], max_steps=1)
+    return looks.seen
 
 
 def test_ddp_alone_wraps_the_module(pool: RankPool) -> None:

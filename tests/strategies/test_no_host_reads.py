@@ -1,9 +1,9 @@
 """A steady step reads nothing back to the host, where a GPU would be waited for: seen on CPU, with its collectives."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,24 +53,15 @@ class HostReads(TorchDispatchMode):
             ours = [line for line in stack if "lightning" in line or "/tests/" in line]
             self.found.append(f"{what}: {' < '.join(ours[:4])}")
 
-    @contextmanager
-    def watching_methods(self) -> Iterator[None]:
-        kept = {name: getattr(Tensor, name) for name in METHODS}
+    def noting(self, name: str) -> Any:
+        """A method of tensors that is noted."""
+        method = getattr(Tensor, name)
 
-        def noting(name: str) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self.note(name)
-                return kept[name](*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(name)
+            return method(*args, **kwargs)
 
-            return call
-
-        for name in METHODS:
-            setattr(Tensor, name, noting(name))
-        try:
-            yield
-        finally:
-            for name, method in kept.items():
-                setattr(Tensor, name, method)
+        return patch.object(Tensor, name, call)
 
 
 class Watch(Callback):
@@ -83,12 +74,11 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:
             self.steps.append(trainer.global_step)
-            self.methods = self.reads.watching_methods()
-            self.methods.__enter__()
-            self.reads.__enter__()
+            self.watching = ExitStack()
+            for one in (*map(self.reads.noting, METHODS), self.reads):
+                self.watching.enter_context(one)
         if batch_idx == 9:
-            self.reads.__exit__(None, None, None)
-            self.methods.__exit__(None, None, None)
+            self.watching.close()
             self.steps.append(trainer.global_step)
 
 

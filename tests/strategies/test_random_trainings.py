@@ -25,10 +25,11 @@ class AtRandom(zoo.Zoo):
     The decisions are drawn from a generator of its own, so that all ranks and both strategies come to the same ones.
     """
 
+    automatic_optimization = False
+
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         super().__init__()
-        self.automatic_optimization = False
 
     def build(self) -> None:
         self.trunk = nn.Linear(zoo.FEATURES, 9)

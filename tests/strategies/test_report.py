@@ -13,15 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
-from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.strategies.report import StepMeter
-from tests.accounting import traffic_of
-from tests.held_time import HeldTime
 from tests.pool import RankPool
-from tests.strategies import odd, zoo
+from tests.strategies import zoo
 from tests.strategies.late import delayed
 from tests.strategies.odd_optimizers import GloballyScaled
-from tests.strategies.parity import train, zero1
+from tests.strategies.parity import Looks, train, zero1
 
 LINE = re.compile(
     r"zero1_custom: ([\d.]+) ms per step \(median of (\d+)\), ([\d.]+) ms of it waiting for other ranks;"
@@ -61,15 +57,17 @@ def listening() -> Iterator[list[str]]:
 
 
 def lines_of_a_training(slow: bool, accumulate: int) -> tuple[list[str], int]:
-    sent: list[int] = []
-
-    class Counted(zoo.ScheduledTransformer):
-        def on_train_end(self) -> None:
-            sent.append(sum(traffic_of(self.trainer.strategy._engine)[1:4:2]))
-
+    # Of two ranks, each sends half of all gradients, and half of all parameters.
+    looks = Looks(lambda trainer: sum(bucket.layout.numel * 4 for bucket in trainer.strategy._engine.buckets))
     with listening() as lines:
-        train(Counted, delayed() if slow else zero1(), 92 * accumulate, accumulate_grad_batches=accumulate)
-    return [line for line in lines if "per step" in line], sent[0]
+        train(
+            zoo.ScheduledTransformer,
+            delayed() if slow else zero1(),
+            92 * accumulate,
+            accumulate_grad_batches=accumulate,
+            callbacks=[looks],
+        )
+    return [line for line in lines if "per step" in line], looks.seen
 
 
 @pytest.mark.parametrize(("slow", "accumulate"), [(False, 2), (True, 1)])
@@ -89,7 +87,7 @@ class Watched(zoo.MLP):
         self.norms = [parameter.grad.norm() for parameter in self.parameters()]
 
 
-class Two(odd.SteppedTogether):
+class Two(zoo.StepsByHand, zoo.MLP):
     """One optimizer is sharded, the other is not."""
 
     def configure_optimizers(self) -> Any:
@@ -173,21 +171,3 @@ def test_a_warning_says_that_no_block_was_found(
     else:
         assert "all 1,025 elements are gathered for the whole step" in first and " units" not in first
         assert len(warned) == 1 and all(word in warned[0] for word in words), warned
-
-
-def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime) -> None:
-    meter = StepMeter("zero1_custom", torch.device("cpu"))
-    traffic = Traffic()
-    for step, seconds in enumerate((0.1, 0.1, 0.1, *[0.02, 0.03, 0.05] * 7)):
-        for _ in range(2):
-            # Two micro-batches for each step.
-            meter.note(step, traffic)
-        held_time.pass_by(seconds)
-        traffic.reduce_scatter_bytes += 300
-        traffic.all_gather_bytes += 200
-        traffic.waited_seconds += 0.005
-    meter.note(24, traffic)
-    line = str(meter.line())
-    found = LINE.fullmatch(line)
-    assert found is not None, line
-    assert found.groups()[:5] == ("30.0", "21", "5.0", "500", "bytes")

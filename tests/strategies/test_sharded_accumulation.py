@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import largest_difference, make_trainer, train, zero1
+from tests.strategies.parity import Looks, largest_difference, train, zero1
 from tests.strategies.test_report import listening
 
 
@@ -96,38 +96,28 @@ class LooksOnOneRank(Callback):
 def watched_by_one() -> bool:
     chosen = zero1(expose_gradients="auto", shard_gradients=True)
     callbacks: list[Callback] = [LooksOnOneRank()] if dist.get_rank() == 1 else []
-    seen = []
-
-    class Looks(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(trainer.strategy._engine.reducer.shards_accumulation)
-
-    train(zoo.MLP, chosen, callbacks=[*callbacks, Looks()], accumulate_grad_batches=2)
-    return seen[0]
+    looks = Looks(lambda trainer: trainer.strategy._engine.reducer.shards_accumulation)
+    train(zoo.MLP, chosen, callbacks=[*callbacks, looks], accumulate_grad_batches=2)
+    return looks.seen
 
 
 def test_ranks_decide_together(pool: RankPool) -> None:
     assert pool.run(2, watched_by_one) == [False, False]
 
 
-class Reductions(Callback):
+def launched(trainer: Trainer) -> tuple[float, float]:
     """How many reduce-scatters and all-gathers of parameters there were, per bucket."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        engine = trainer.strategy._engine
-        engine.gatherer.finish()
-        self.buckets = len(engine.buckets)
-        self.sent = engine.reducer.collectives.traffic.reduce_scatters, engine.gatherer.collectives.traffic.all_gathers
+    engine = trainer.strategy._engine
+    engine.gatherer.finish()
+    sent = engine.reducer.collectives.traffic.reduce_scatters, engine.gatherer.collectives.traffic.all_gathers
+    return sent[0] / len(engine.buckets), sent[1] / len(engine.buckets)
 
 
 def launches(flag: str, accumulate: int) -> tuple[float, float]:
-    counted = Reductions()
-    entry = StrategyRegistry[flag]
-    chosen = entry["strategy"](**entry["init_params"], bucket_cap_mb=0.001)
-    trainer = make_trainer(chosen, callbacks=[counted], accumulate_grad_batches=accumulate)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    trainer.fit(zoo.MLP(), zoo.loader(48 * ranks, 4, rank=rank, world_size=ranks))
-    return counted.sent[0] / counted.buckets, counted.sent[1] / counted.buckets
+    looks, entry = Looks(launched), StrategyRegistry[flag]
+    chosen = entry["strategy"](**entry["init_params"], expose_gradients=False, bucket_cap_mb=0.001)
+    train(zoo.MLP, chosen, 48, callbacks=[looks], accumulate_grad_batches=accumulate)
+    return looks.seen
 
 
 def test_a_step_reduces_every_micro_batch_and_gathers_once(pool: RankPool) -> None:

@@ -78,9 +78,10 @@ def test_the_class_is_the_user_s_in_every_hook(pool: RankPool) -> None:
 class ByWrapper(zoo.MLP):
     """Manual optimization that asks everything of what ``self.optimizers()`` returns."""
 
+    automatic_optimization = False
+
     def build(self) -> None:
         super().build()
-        self.automatic_optimization = False
         self.late = nn.Parameter(torch.ones(1))
 
     def compute_loss(self, batch: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tensor_trees import leaves
@@ -17,6 +17,7 @@ from tests.strategies import zoo
 from tests.strategies.cases import CASES, EQUAL, KEPT_WHOLE, WAITS, Case
 from tests.strategies.late import delayed, late, late_zero3
 from tests.strategies.parity import (
+    Looks,
     Reference,
     Run,
     by_flag,
@@ -271,16 +272,6 @@ def train_as_oracle(name: str, make_module: Callable[[], zoo.Zoo], accumulates: 
     whole_batch = CASES[name].oracle == "whole batch"
     arguments = trainer_arguments(name, accumulates)
     return train(make_module, None if whole_batch else ddp(), whole_batch=whole_batch, **arguments)
-
-
-class Looks(Callback):
-    """Looks when a training ends."""
-
-    def __init__(self, look: Callable[[Trainer], Any]) -> None:
-        self.look, self.seen = look, None
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.seen = self.look(trainer)
 
 
 def compare(name: str, way_name: str) -> Found:

@@ -222,24 +222,28 @@ class BatchNormalised(Zoo):
 
 
 class StepsByHand(Zoo):
-    """Mixin: the loss's gradients are zeroed, made and stepped by hand."""
+    """Mixin: after one backward all optimizers are stepped by hand, and zeroed."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.compute_loss(batch))
-        optimizer.step()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        made = self.optimizers()
+        optimizers = made if isinstance(made, list) else [made]
+        loss = self.compute_loss(batch)
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return loss.detach()
 
 
 class Adversarial(Zoo):
     """A GAN by manual optimization, without any flag for unused parameters."""
 
+    automatic_optimization = False
+
     def build(self) -> None:
-        self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, FEATURES))
         self.discriminator = nn.Sequential(nn.Linear(FEATURES, 10), nn.Tanh(), nn.Linear(10, 1))
 
