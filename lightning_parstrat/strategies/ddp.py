@@ -20,7 +20,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
-from lightning_parstrat.distributed.ddp.reducers import CommHook, register_comm_hook
+from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook, sent_by
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
@@ -129,27 +129,26 @@ class TunedDDPStrategy(ComposedStrategy):
     def _begin_with_reducer(self) -> None:
         # Lightning sends a static graph's first gradients itself, once in a reducer's life.
         self._pl_static_graph_delay_done = False
-        self._report = None
-        self._stop_tuning()
+        self._report = self._tuner = None
+        if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
+            return
         reason = self._reason_not_to_tune()
         if reason is not None:
-            self._note_report(TuningReport(verdict="not tuned", reason=reason))
-        elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
-            self._tuner = BucketTuner(
-                self._ddp,
-                self._wrap,
-                self._tuning,
-                self._ranks.control,
-                self.root_device,
-                None if self._plan_cache is None else self._file_of(self._plan_cache),
-                self._note_report,
-                lambda message: rank_zero_warn(f"{self.flag}: {message}"),
-            )
+            self._end_tuning(TuningReport(verdict="not tuned", reason=reason))
+            return
+        self._tuner = BucketTuner(
+            self._ddp,
+            self._wrap,
+            self._tuning,
+            self._ranks.control,
+            self.root_device,
+            None if self._plan_cache is None else self._file_of(self._plan_cache),
+            lambda message: rank_zero_warn(f"{self.flag}: {message}"),
+        )
 
     def _reason_not_to_tune(self) -> str | None:
         """The reason why the buckets are not tuned although ``"auto"`` asks for it. None if they are tuned."""
-        if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
-            return None
+        sent = sent_by(self._ddp)
         if self._has_hooks_of_users:
             return "what the communication hook keeps belongs to buckets as they are"
         if self._ddp.static_graph and not self._training_module.automatic_optimization:
@@ -161,7 +160,11 @@ class TunedDDPStrategy(ComposedStrategy):
             return "deterministic algorithms were asked for, and with more than two ranks buckets decide how sums round"
         if "bucket_cap_mb_list" in self._ddp_kwargs:
             return "`bucket_cap_mb_list` was given"
-        return None
+        if any(sent.values()):
+            return "there are sparse gradients, which travel by themselves"
+        if len(sent) < 2:
+            return "there are fewer than two parameters"
+        return reason_to_keep(self._ddp)
 
     def _file_of(self, folder: str | Path) -> Path:
         """The file of all trainings of this kind. The name depends on everything that the best size depends on."""
@@ -182,8 +185,8 @@ class TunedDDPStrategy(ComposedStrategy):
         )
         return Path(folder).expanduser() / f"plan-{digest(kind):x}.json"
 
-    def _note_report(self, report: TuningReport) -> None:
-        self._report = report
+    def _end_tuning(self, report: TuningReport) -> None:
+        self._tuner, self._report = None, report
         rank_zero_info(f"{self.flag}: {report.headline}")
 
     @property
@@ -223,8 +226,9 @@ class TunedDDPStrategy(ComposedStrategy):
         # send in its first backward.
         if not (self._accumulation.accumulates and self._ddp.static_graph):
             self._follow_trained_parameters()
-            if self._tuner is not None:
-                self._tuner.begin_forward()
+            report = None if self._tuner is None else self._tuner.begin_forward()
+            if report is not None:
+                self._end_tuning(report)
         return super().training_step(*args, **kwargs)
 
     def _follow_trained_parameters(self) -> None:
@@ -274,18 +278,13 @@ class TunedDDPStrategy(ComposedStrategy):
     @override
     def teardown(self) -> None:
         """Stops the tuning, finished or not."""
-        self._stop_tuning()
+        self._tuner = None
         if self._trained is not None:
             self._trained.close()
             self._trained = None
         if isinstance(self.model, DistributedDataParallel):
             remove_hooks(self.model)
         super().teardown()
-
-    def _stop_tuning(self) -> None:
-        if self._tuner is not None:
-            self._tuner.close()
-            self._tuner = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:

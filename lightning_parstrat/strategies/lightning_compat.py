@@ -22,11 +22,7 @@ Used through this file: what for | what happens without it.
         names the checkpoint from which a requeued Slurm job resumes | a Slurm job that is preempted fails instead of
         saving
     lightning.pytorch.trainer.Trainer._signal_connector
-        takes SIGTERM over from Lightning | a training does not begin: SIGTERM and Slurm's signals could not be handled
-    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._original_handlers
-        lets Lightning restore the user's handler, not ours | an exception when a training has ended
-    lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose
-        finds the user's handler among Lightning's | strategies cannot be imported
+        takes signals over from Lightning | a training does not begin: signals could not be handled
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor
         is left out, because ranks agree on signals here | Lightning broadcasts once more in every batch
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped
@@ -94,9 +90,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 """
 
 import functools
-import signal
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -109,7 +103,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -199,6 +192,12 @@ def window_is_open(trainer: Trainer) -> bool:
     ready = progress.current.ready
     is_last = progress.is_last_batch or ready == trainer.num_training_batches
     return ready % trainer.accumulate_grad_batches != 0 and not is_last
+
+
+def epoch_is_over(trainer: Trainer) -> bool:
+    """Whether the last batch of an epoch was trained on. It may have been fetched earlier."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch) and progress.current.processed == progress.current.ready
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
@@ -338,7 +337,7 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
 
 def give_back_loop(loop: Any) -> None:
     """Gives a loop its own methods again."""
-    for name in ("_store_dataloader_outputs", "on_run_end", "_on_before_fetch", "_broadcast_sigterm_tensor"):
+    for name in ("_store_dataloader_outputs", "on_run_end", "_on_before_fetch"):
         vars(loop).pop(name, None)
 
 
@@ -376,34 +375,20 @@ def path_for_slurm_job(trainer: Trainer) -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
-def users_handler(handler: Any) -> Callable[[int, FrameType | None], Any] | None:
-    """The handler that the program had set for a signal before Lightning's. Lightning's handler still calls it."""
-    if not isinstance(handler, _HandlersCompose):
-        return None
-    first, users = handler.signal_handlers[0], handler.signal_handlers[-1]
-    # The first handler of SIGTERM is a method of Lightning's connector.
-    is_lightnings = getattr(users, "__self__", None) is first.__self__
-    return users if callable(users) and not is_lightnings else None
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keeps Lightning from handling signals in the next training. Ranks agree on them elsewhere.
 
-
-def forget_sigterm(trainer: Trainer) -> None:
-    """Keeps Lightning from ending the training for a SIGTERM that it has received."""
-    trainer._signal_connector.received_sigterm = False
-
-
-def bring_back_after_training(trainer: Trainer, signum: signal.Signals, handler: Any, instead_of: Any) -> None:
-    """Makes Lightning set ``handler`` when training has ended, if it would set ``instead_of``."""
-    originals = trainer._signal_connector._original_handlers
-    if originals.get(signum) == instead_of:
-        originals[signum] = handler
-
-
-def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Keeps Lightning from broadcasting in each batch whether rank 0 has received SIGTERM. Ranks agree elsewhere.
-
-    :func:`give_back_loop` undoes it.
+    Its handler of SIGTERM, and its loop in each batch, broadcast whether rank 0 has received it.
     """
+    trainer._signal_connector.received_sigterm = False
+    trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def give_back_signals(trainer: Trainer) -> None:
+    """Undoes :func:`leave_signals_alone`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def returns_weights(strategy: Strategy) -> bool:

@@ -38,12 +38,12 @@ from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
-from lightning_parstrat.strategies.gradients.observers import users_own
+from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, stands_for_none, unwrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
 from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
-_HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
+_HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
 
 
 class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
@@ -365,7 +365,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().on_train_start()
         if self._sharded is not None:
             module = self._training_module
-            if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
+            owners = (module, *module.trainer.callbacks)
+            if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):
                 self._sharded.reshard_root_after_forward()
             self._report_what_is_sharded(self._sharded)
 

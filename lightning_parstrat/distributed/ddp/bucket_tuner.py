@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, Verdict, fastest, sizes_to_try, verdict_on
-from lightning_parstrat.distributed.comm.agreement import from_first_rank
+from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, reason_to_keep, sent_by
+from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, sent_by
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class BucketTuner:
     """Tunes the buckets of one training. Every method is collective, unless its docstring says otherwise.
 
     Tuning takes at most 63 steps by default. For each size, it sends an all-reduce of 8 bytes and a message. While
-    buckets change, gradients take twice their memory.
+    buckets change, gradients take twice their memory. It may be dropped at any point: then buckets stay.
 
     Args:
         ddp: The wrapper, before its first step. Its buckets are torch's default.
@@ -42,7 +42,6 @@ class BucketTuner:
         control: Its group works on host memory.
         device: Device of the gradients.
         kept: The file that keeps the size for later trainings. None keeps none. Rank 0's file is used.
-        say: Called with the report, on all ranks.
         warn: Called with a message after an error.
     """
 
@@ -54,12 +53,10 @@ class BucketTuner:
         control: Collectives,
         device: torch.device,
         kept: Path | None,
-        say: Callable[[TuningReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._ddp, self._wrap, self._control, self._kept = ddp, wrap, control, kept
+        self._ddp, self._wrap, self._control, self._kept, self._warn = ddp, wrap, control, kept, warn
         self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
-        self._say, self._warn = say, warn
         self._sent = sent_by(ddp)
         self._settling = _SETTLING_STEPS + ddp.static_graph
         self._steps_taken = 0
@@ -68,28 +65,19 @@ class BucketTuner:
         self._forward: Any = None
         self._end: Any = None
         self._backwards = 0
-        self._tunes = True
         self._procedure = self._tune()
-        reason = self._reason_not_to_change()
-        if reason is not None:
-            self._finish(TuningReport(verdict="not tuned", reason=reason))
-        else:
-            # Up to its first `yield`: a generator accepts no value before.
-            next(self._procedure)
+        # Up to its first `yield`: a generator accepts no value before.
+        next(self._procedure)
 
-    def _reason_not_to_change(self) -> str | None:
-        if any(self._sent.values()):
-            return "there are sparse gradients, which travel by themselves"
-        if len(self._sent) < 2:
-            return "there are fewer than two parameters"
-        return reason_to_keep(self._ddp)
+    def begin_forward(self) -> TuningReport | None:
+        """Call before every forward of a training step. May change the buckets.
 
-    def begin_forward(self) -> None:
-        """Call before every forward of a training step. May change the buckets."""
-        if self._tunes and self._end is not None:
-            self._advance()
-        if self._tunes:
-            self._forward, self._end, self._backwards = self._now(), None, 0
+        Returns:
+            The result, when the tuning has ended. Do not call it again.
+        """
+        report = None if self._end is None else self._advance()
+        self._forward, self._end, self._backwards = self._now(), None, 0
+        return report
 
     def begin_backward(self) -> None:
         """Call before a backward that sends gradients. Not collective."""
@@ -98,32 +86,29 @@ class BucketTuner:
 
     def end_backward(self) -> None:
         """Call after a backward. Not collective."""
-        if self._tunes and self._backwards and self._forward is not None:
+        if self._backwards and self._forward is not None:
             self._end = self._now()
 
-    def close(self) -> None:
-        """Ends the tuning at any point. Buckets do not change. Not collective."""
-        self._tunes = False
-
-    def _advance(self) -> None:
+    def _advance(self) -> TuningReport | None:
         """Continues the procedure with the last step's time. After an error, default buckets are used."""
         if self._backwards != 1:
             # All ranks reach this together: they send gradients equally often.
-            self._give_up("a step has several backwards that send gradients")
-            return
+            return self._give_up("a step has several backwards that send gradients")
         self._steps_taken += 1
         try:
             self._procedure.send(self._seconds())
         except StopIteration as finished:
-            self._finish(finished.value)
+            report: TuningReport = finished.value
+            return replace(report, steps=self._steps_taken)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._warn(f"buckets are not tuned: {reason}")
-            self._give_up(reason)
+            return self._give_up(reason)
+        return None
 
     def _tune(self) -> Steps[TuningReport]:
         yield from self._steps(self._settling)
-        kept = from_first_rank(self._load, self._control.group, lambda said: RuntimeError(f"rank 0: {said}"))
+        kept = broadcast_object(self._load() if self._control.rank == 0 else None, self._control.group)
         if kept is not None:
             self._adopt(kept or None)
             verdict: Verdict = "tuned" if kept else "default is best"
@@ -149,17 +134,19 @@ class BucketTuner:
         return replace(report, tried=tuple({one.cap: one for one in tried}.values()))
 
     def _load(self) -> int | None:
+        """The size that an earlier training has kept: bytes, or 0 for torch's default. If there is none, None."""
         try:
-            return None if self._kept is None else kept_size(self._kept)
+            return int(self._kept.read_text()) if self._kept is not None and self._kept.exists() else None
         except (OSError, ValueError) as error:
-            self._warn(f"the plan in the cache is not used: {error}")
+            self._warn(f"the plan in the cache is not used: {self._kept}: {error}")
             return None
 
     def _save(self, cap: int | None) -> None:
         if self._control.rank == 0 and self._kept is not None:
             try:
-                keep_size(self._kept, cap or 0)
-            except Exception as error:
+                with written_durably(self._kept) as temporary:
+                    temporary.write_text(str(cap or 0))
+            except OSError as error:
                 # The other ranks have finished tuning. An error here would end the training on rank 0 alone.
                 self._warn(f"the plan is not kept: {error}")
 
@@ -186,18 +173,14 @@ class BucketTuner:
         self._control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
         return Tried(size, float(slowest))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> TuningReport:
         # On all ranks if on any: some may have adopted buckets at which another failed.
         try:
             self._adopt(None)
         except RuntimeError as fault:
             # At worst it is slower: results do not depend on buckets.
             self._warn(f"the buckets that were being tried stay in use: {fault}")
-        self._finish(TuningReport(verdict="not tuned", reason=reason))
-
-    def _finish(self, report: TuningReport) -> None:
-        self.close()
-        self._say(replace(report, steps=self._steps_taken))
+        return TuningReport(verdict="not tuned", reason=reason, steps=self._steps_taken)
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -213,28 +196,3 @@ class BucketTuner:
             return float(self._end - self._forward)
         self._end.synchronize()
         return float(self._forward.elapsed_time(self._end)) / 1000
-
-
-def kept_size(path: Path) -> int | None:
-    """The size that an earlier training has kept: bytes, or 0 for torch's default. If there is none, None.
-
-    Raises:
-        ValueError: The file has no such number.
-        OSError: The file cannot be read.
-    """
-    if not path.exists():
-        return None
-    content = path.read_bytes()
-    if not content.isdigit():
-        raise ValueError(f"{path}: a size of buckets in bytes was expected.")
-    return int(content)
-
-
-def keep_size(path: Path, size: int) -> None:
-    """Keeps a size and replaces an earlier one.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    with written_durably(path) as temporary:
-        temporary.write_text(str(size))

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_parstrat.strategies.lightning_compat import count_one_step_less, validate_first
+from lightning_parstrat.strategies.lightning_compat import count_one_step_less, epoch_is_over, validate_first
 
 
 def set_back(
@@ -92,9 +92,3 @@ def complete_last_batch(checkpoint: dict[str, Any]) -> None:
 def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a training can resume from a checkpoint. Other uses need weights alone."""
     return "optimizer_states" in checkpoint and "loops" in checkpoint
-
-
-def epoch_is_over(trainer: Trainer) -> bool:
-    """Whether the last batch of an epoch was trained on. It may have been fetched earlier."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.is_last_batch) and progress.current.processed == progress.current.ready

@@ -5,6 +5,7 @@ save. Here the handler only records the signal. Each step's control message show
 and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
 """
 
+import functools
 import os
 import re
 import signal
@@ -28,13 +29,10 @@ from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     BetweenBatches,
-    bring_back_after_training,
-    forget_sigterm,
-    give_back_loop,
-    leave_out_sigterm_broadcast,
+    give_back_signals,
+    leave_signals_alone,
     path_for_slurm_job,
     save_last,
-    users_handler,
     window_is_open,
 )
 from lightning_parstrat.strategies.parts import Part
@@ -108,12 +106,11 @@ class Preemption(Part):
 
     @override
     def begin_fit(self) -> None:
-        """Records the signal to requeue from now on."""
-        self.teardown()
+        """Records signals from now on, instead of Lightning."""
         signum = signal_to_requeue_at(self._trainer)
         self._callback = SavesWhenPreempted(self._ranks, self._resume, self._wait_for_saves, signum)
-        if signum is not None:
-            self._callback.listen(signum)
+        self._callback.listen()
+        leave_signals_alone(self._trainer)
 
     @override
     def on_train_start(self) -> None:
@@ -122,7 +119,6 @@ class Preemption(Part):
             # Not earlier: programs count, copy and compare their callbacks until a training starts.
             self._remove_callback()
             self._trainer.callbacks.insert(0, self._callback)
-            self._callback.take_over_sigterm(self._trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -134,7 +130,8 @@ class Preemption(Part):
         """Restores the signal handlers."""
         if self._callback is not None:
             self._remove_callback()
-            self._callback.stop_listening(self._trainer)
+            self._callback.stop_listening()
+            give_back_signals(self._trainer)
             self._callback = None
 
     def _remove_callback(self) -> None:
@@ -167,45 +164,31 @@ class SavesWhenPreempted(BetweenBatches):
         self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
         self._messages, self._requeue_signal = ranks.messages, requeue_signal
         self._messages_answered = 0
-        self._signal_of_any_rank = 0
-        self._replaced: dict[signal.Signals, Any] = {}
+        self._replaced: dict[int, Any] = {}
 
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
         return self
 
-    def listen(self, signum: signal.Signals) -> None:
-        """Records the signal from now on, instead of the current handler."""
+    def listen(self) -> None:
+        """Records signals from now on, instead of the program's handlers."""
         # Python sets handlers in the main thread only.
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._replaced.setdefault(signum, signal.getsignal(signum))
-        signal.signal(signum, self._note)
+        if threading.current_thread() is threading.main_thread():
+            signums = {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}
+            self._replaced = {signum: signal.signal(signum, self._note) for signum in signums}
 
-    def stop_listening(self, trainer: Trainer) -> None:
+    def stop_listening(self) -> None:
         """Restores the handlers that were replaced."""
         for signum, handler in self._replaced.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-            # At its end, Lightning restores the handler of its start: this one, if it was set before.
-            bring_back_after_training(trainer, signum, handler, instead_of=self._note)
         self._replaced.clear()
-        give_back_loop(trainer.fit_loop.epoch_loop)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._messages.signal |= _REQUEUE if signum == self._requeue_signal else _TERMINATE
-        # Lightning's handler calls the handler that the program had set before.
-        users = users_handler(self._replaced.get(signal.Signals(signum))) if signum == signal.SIGTERM else None
-        if users is not None:
-            users(signum, frame)
-
-    def take_over_sigterm(self, trainer: Trainer) -> None:
-        """Takes SIGTERM over from Lightning. Its loop broadcasts rank 0's in every batch, and misses other ranks'."""
-        # A signal may have come earlier, for example in the sanity check.
-        if trainer.received_sigterm:
-            self._messages.signal |= _TERMINATE
-            forget_sigterm(trainer)
-        self.listen(signal.SIGTERM)
-        leave_out_sigterm_broadcast(trainer)
+        programs = self._replaced.get(signum)
+        if signum == signal.SIGTERM and callable(programs):
+            # As Lightning's handler does.
+            programs(signum, frame)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -228,27 +211,26 @@ class SavesWhenPreempted(BetweenBatches):
     ) -> None:
         """Checks whether any rank got a signal. Not in an open accumulation window: a checkpoint has no gradients."""
         accumulates = window_is_open(trainer)
-        self._resume.end_batch(accumulates)
+        self._resume.end_batch(trainer, accumulates)
         if accumulates:
             return
         if self._messages.launched == self._messages_answered:
             # No backward has sent gradients, and with them a message.
             self._messages.launch()
         self._messages_answered = self._messages.launched
-        self._signal_of_any_rank = self._messages.latest().signal
-        if self._signal_of_any_rank:
+        asked_to = self._messages.latest().signal
+        if asked_to:
             # The loaders will have fetched the next batch when the checkpoint is saved.
             self._resume.keeps_next_fetch = True
-            self.on_train_batch_start = self._save_and_end  # type: ignore[method-assign]
+            self.on_train_batch_start = functools.partial(self._save_and_end, asked_to)
 
-    def _save_and_end(self, trainer: Trainer, *_: Any) -> None:
+    def _save_and_end(self, asked_to: int, trainer: Trainer, *_: Any) -> None:
         """Saves because some rank got a signal, before any work on this batch.
 
         All work on the last batch is done: hooks, validation, the end of the epoch.
         """
         # Not in the next batch: see `BetweenBatches`.
         self.on_train_batch_start = None  # type: ignore[assignment]
-        asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
         # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
         self._messages.signal = 0
         saved = self._save(trainer)

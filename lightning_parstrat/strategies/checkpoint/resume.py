@@ -21,7 +21,6 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     complete_last_batch,
     decide_on_validation_again,
-    epoch_is_over,
     set_back,
     validate_or_pass_over,
 )
@@ -32,6 +31,7 @@ from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     before_fetches,
     ends_epoch_first,
+    epoch_is_over,
     give_back_loop,
     iterators_in_training,
     trainer_of,
@@ -177,9 +177,9 @@ class Resume(Part):
             keeps = self._positions.have_own_states or self.keeps_next_fetch or trainer.accumulate_grad_batches > 1
             self._point = self._now() if keeps else None
 
-    def end_batch(self, window_is_open: bool) -> None:
+    def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Call when a batch ends, before other callbacks save."""
-        self._has_iterators = not epoch_is_over(self._trainer)
+        self._has_iterators = not epoch_is_over(trainer)
         if not window_is_open:
             self._point = None
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -27,7 +26,7 @@ from lightning_parstrat.strategies.gradients.clipping import (
     GradientNorm,
     StepSkipped,
 )
-from lightning_parstrat.strategies.gradients.precision import WindowHooks, enabled_scaler, equip_precision
+from lightning_parstrat.strategies.gradients.precision import WindowHooks, equip_precision
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 from lightning_parstrat.strategies.parts import Part
@@ -113,11 +112,6 @@ class Accumulation(Part):
         self._clipper = GradientClipper(
             self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
         )
-        if self._policy.nonfinite_grads == "raise" and enabled_scaler(strategy.precision_plugin) is not None:
-            raise MisconfigurationException(
-                "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
-                " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
-            )
         self._restore_precision = equip_precision(
             strategy.precision_plugin,
             self._clipper,
@@ -136,8 +130,6 @@ class Accumulation(Part):
             self.scale, self._has_backward = None, False
             if self._weights is not None:
                 self._weights.begin_window()
-        if self._clipper is not None:
-            self._clipper.begin_backward()
 
     def note_output(self, output: STEP_OUTPUT) -> None:
         """Keeps the weight that a training step returns for its loss."""
@@ -163,7 +155,6 @@ class Accumulation(Part):
         self.scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
-            self._clipper.unscaled.clear()
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
         self._has_backward = True
@@ -276,7 +267,7 @@ class Accumulation(Part):
                     f"Gradients are not finite in epoch {trainer.current_epoch}, batch"
                     f" {trainer.fit_loop.epoch_loop.batch_idx}. Parameters and optimizer state are as before this step."
                     " `Trainer(detect_anomaly=True)` names the operation that has made NaN. nonfinite_grads='skip'"
-                    " leaves such steps out, 'propagate' does as `ddp`."
+                    " leaves such steps out, which 16-mixed needs to find its loss scale. 'propagate' does as `ddp`."
                 ) from None
             self._note_skipped_step(optimizer)
         return None

@@ -68,22 +68,22 @@ class GradientClipper:
         self.skipped_on_device: Tensor | None = None
         self.unscaled: set[Optimizer] = set()
         """Optimizers whose gradients have been divided by the loss scale since the last backward."""
-        self._policy, self._p = policy, policy.p
-        self._control = control
+        self._policy, self._p, self._control = policy, policy.p, control
         self._optimizers = optimizers
         self._is_weightless = is_weightless
         self._listeners = listeners
         # Measuring is collective: if one rank's callback needs the norm, all ranks take part.
         self._any_listens = any_rank(bool(listeners), control)
         self._measured: dict[Optimizer, GradientNorm] = {}
-        """The norms of steps that are still to come."""
-        self._to_clip_by: dict[Optimizer, GradientNorm] = {}
-        """Those by which the optimizer may be clipped: nothing has changed its gradients since."""
+        """The norms of steps that are still to come. Without a coefficient, gradients are still to be clipped by it."""
+        self._clamped: set[Optimizer] = set()
+        """Optimizers whose gradients were clipped by value since the last backward."""
 
     def begin_backward(self) -> None:
         """Forgets the measured norms, because new gradients are about to come."""
         self._measured.clear()
-        self._to_clip_by.clear()
+        self._clamped.clear()
+        self.unscaled.clear()
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers whose gradients are clipped together with those of ``optimizer``. Collective."""
@@ -97,16 +97,14 @@ class GradientClipper:
         """Whether :meth:`check` measures gradients."""
         return self._policy.nonfinite_grads != "propagate" or self._any_listens
 
-    def check(self, optimizer: Optimizer, clipping_follows: bool) -> None:
-        """Measures the gradients that ``optimizer`` is about to step with, if the policy or a listener needs it.
+    def check(self, optimizer: Optimizer) -> None:
+        """Measures the gradients that ``optimizer`` is about to step with, if clipping has not measured them.
 
         Collective. One small all-reduce on the gradients' device computes the norm. A non-finite gradient on any rank
         makes it non-finite on all ranks. Only ``"skip"`` and ``"raise"`` wait for the norm on the host.
 
         Args:
             optimizer: The optimizer.
-            clipping_follows: Whether clipping comes next, and no code in between may change gradients. Then clipping
-                uses the same norm.
 
         Raises:
             StepSkipped: Gradients are not finite, and the policy is to skip or raise. Or no micro-batch of this step
@@ -118,13 +116,8 @@ class GradientClipper:
         if not self.looks_before_step:
             return
         if optimizer not in self._measured:
-            measured = self._measure(optimizer, step_gradients([optimizer]))
-            self._note(optimizer, measured)
-            if clipping_follows:
-                self._to_clip_by[optimizer] = measured
-            else:
-                self._to_clip_by.clear()
-        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer, self._measured[optimizer]):
+            self._measure(optimizer, step_gradients([optimizer]))
+        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer):
             raise StepSkipped
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -135,13 +128,21 @@ class GradientClipper:
         """
         optimizer = unwrapped(optimizer)
         gradients = step_gradients([optimizer])
-        measured = self._to_clip_by.pop(optimizer, None) or self._measure(optimizer, gradients)
-        coefficient = scale_to_norm(gradients, measured.norm, max_norm)
-        self._note(optimizer, replace(measured, coefficient=coefficient))
+        measured = self._measured.get(optimizer)
+        if measured is None or measured.coefficient is not None or optimizer in self._clamped:
+            measured = self._measure(optimizer, gradients)
+        measured.coefficient = scale_to_norm(gradients, measured.norm, max_norm)
+        self.latest = measured
 
     def clip_by_value(self, optimizer: Optimizer, max_value: float) -> None:
-        """Clamps an optimizer's gradients. Collective if they are sharded and still in flight."""
-        clip_gradients_by_value(step_gradients([unwrapped(optimizer)]), max_value)
+        """Clamps an optimizer's gradients. Collective if they are sharded and still in flight, or are measured."""
+        optimizer = unwrapped(optimizer)
+        gradients = step_gradients([optimizer])
+        if self.looks_before_step and optimizer not in self._measured:
+            # Infinite gradients are finite when they are clamped.
+            self._measure(optimizer, gradients)
+        self._clamped.add(optimizer)
+        clip_gradients_by_value(gradients, max_value)
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Calls the listeners with the norm, because ``optimizer`` has stepped."""
@@ -153,7 +154,6 @@ class GradientClipper:
     def skip_step(self, optimizer: Optimizer) -> None:
         """Forgets the norm without a call of the listeners, because ``optimizer`` will not step."""
         self._measured.pop(unwrapped(optimizer), None)
-        self._to_clip_by.pop(unwrapped(optimizer), None)
 
     def note_skip_on_device(self, optimizer: Optimizer, skipped: Tensor) -> None:
         """Notes whether ``optimizer`` has skipped its step, a 0-d tensor of 1 or 0. Does not wait for the device."""
@@ -163,23 +163,22 @@ class GradientClipper:
         if measured is not None:
             measured.skipped = skipped
 
-    def _note(self, optimizer: Optimizer, measured: GradientNorm) -> None:
-        self._measured[optimizer] = self.latest = measured
-
     def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> GradientNorm:
         """Measures the gradients that are clipped together, once for all of their optimizers."""
         together = self.measured_with(optimizer)
         measured = self._norm_of(gradients if together == [optimizer] else step_gradients(together), self._p)
-        for other in together:
-            self._measured[other] = self._to_clip_by[other] = replace(measured)
-        return self._to_clip_by.pop(optimizer)
+        self._measured.update((other, replace(measured)) for other in together)
+        self.latest = self._measured[optimizer]
+        return self.latest
 
     def _norm_of(self, gradients: StepGradients, norm_type: float) -> GradientNorm:
         return GradientNorm(gradient_norm(gradients, norm_type), is_agreed=gradients.collectives is not None)
 
-    def _is_nonfinite(self, optimizer: Optimizer, measured: GradientNorm) -> bool:
-        if not self._on_any_rank(measured):
+    def _is_nonfinite(self, optimizer: Optimizer) -> bool:
+        if not self._on_any_rank(self._measured[optimizer]):
             return False
+        if optimizer in self._clamped:
+            return True
         # A norm can overflow although no gradient does, unless the norm is their maximum.
         largest = self._norm_of(step_gradients(self.measured_with(optimizer)), math.inf)
         return self._on_any_rank(largest)

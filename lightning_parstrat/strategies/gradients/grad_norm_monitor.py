@@ -16,7 +16,7 @@ class GradNormMonitor(Callback):
     """Logs the norms of gradients, and clipped and skipped steps, to every logger each ``log_every_n_steps``.
 
     - ``grad_norm`` and ``grad_norm_max``: mean and largest norm before clipping, over all ranks and the steps since the
-      last log. A norm that is not finite shows.
+      last log. A norm that is not finite shows. Code that clips without Lightning's ``clip_gradients`` clips before.
     - ``grad_clip_ratio``: the share of steps that clipping by norm made smaller. Logged if clipping by norm is on.
     - ``skipped_steps``: how many steps of the training were skipped. Their norms are not in the above.
 

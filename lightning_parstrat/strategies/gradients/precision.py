@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_parstrat.distributed.gradients.clipping import step_gradients
 from lightning_parstrat.distributed.torch_compat import unscales_in_step
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
-from lightning_parstrat.strategies.gradients.observers import CLIPPING_METHODS, users_own
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
@@ -78,23 +76,17 @@ class _ClippingPrecision:
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients. Clips in automatic optimization."""
-        clips_as_is = False
         if self._clipper.looks_before_step:
             self._unscale(optimizer)
-            clips_as_is = (
-                model.automatic_optimization
-                and not is_overridden("configure_gradient_clipping", model)
-                and not users_own(self, CLIPPING_METHODS)
-            )
-        self._clipper.check(optimizer, clipping_follows=clips_as_is)
         super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
+        self._clipper.check(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps. If the step is skipped, the loss scale is updated as after a step."""
         try:
             result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         except StepSkipped:
-            scaler = _scaler_of(self)
+            scaler = _enabled_scaler(self)
             if scaler is not None and scaler.has_scaled:
                 self._unscale(optimizer)
                 scaler.leave_out(optimizer)
@@ -104,7 +96,7 @@ class _ClippingPrecision:
         return result
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        scaler = _scaler_of(self)
+        scaler = _enabled_scaler(self)
         # Without a scale, no loss has been scaled yet.
         if scaler is not None and scaler.has_scaled:
             for one in self._clipper.measured_with(optimizer):
@@ -195,7 +187,7 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
     Returns:
         A function that restores both classes.
     """
-    scaler = enabled_scaler(plugin)
+    scaler = _enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
     plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, Precision)
     plugin._clipper, plugin._window_hooks = clipper, hooks  # type: ignore[attr-defined]
@@ -213,15 +205,10 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
     return restore
 
 
-def enabled_scaler(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The plugin's gradient scaler, if it has one that is enabled."""
+def _enabled_scaler(plugin: Any) -> Any:
+    """The plugin's gradient scaler, if it is enabled. In a training it is a :class:`_ClippingGradScaler`."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
-
-
-def _scaler_of(plugin: Any) -> _ClippingGradScaler | None:
-    scaler = enabled_scaler(plugin)
-    return scaler if isinstance(scaler, _ClippingGradScaler) else None
 
 
 def _with_mixin(cls: type, mixin: type, root: type) -> type:

@@ -1,9 +1,7 @@
 """torch's own DDP gets another reducer while it trains, and nothing is left of the old one."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.distributed.ddp.bucket_tuner import keep_size, kept_size
 from lightning_parstrat.distributed.ddp.reducers import exchange_reducer, sent_by
 from tests.pool import RankPool
 
@@ -75,22 +72,3 @@ def test_the_old_reducer_is_gone(pool: RankPool) -> None:
             default, small, large, default_again = (buckets for buckets, *_ in seen)
             # One for each parameter, and one for all.
             assert small == 6 > default == default_again > large == 1
-
-
-DAMAGED = (b"", bytes(range(256)), b"[1, 2]", b"-1", b"1.5", b'{"format": 2, "bytes": 3}')
-
-
-def test_what_was_kept_is_found_again_and_what_is_damaged_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "plans" / "plan.json"
-    assert kept_size(path) is None
-    for size in (2**20, 0):
-        keep_size(path, size)
-        # And nothing else is left there.
-        assert kept_size(path) == size and list(path.parent.iterdir()) == [path]
-    for content in DAMAGED:
-        path.write_bytes(content)
-        with pytest.raises(ValueError) as error:
-            kept_size(path)
-        assert str(error.value).startswith(f"{path}: "), content
-    with pytest.raises(OSError):
-        keep_size(path / "below a file", 1)

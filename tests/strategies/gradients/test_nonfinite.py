@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat.errors import NonfiniteGradientError
 from tests.comparing import distance, worst
@@ -16,7 +15,7 @@ from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Sample, flat, sgd
 from tests.strategies.gradients.poison import BATCHES, Poisoned, Snapshots, adamw, fused, run, state_of
-from tests.strategies.gradients.trainings import KINDS, by_pairs, ranks_batches, strategy
+from tests.strategies.gradients.trainings import by_pairs, ranks_batches, strategy
 from tests.strategies.parity import make_trainer, whole
 
 NORM: dict[str, Any] = {"gradient_clip_val": 0.2}
@@ -210,15 +209,3 @@ def test_all_ranks_raise_and_training_can_start_again(pool: RankPool, case: str,
             assert batches == (int(where[-1]) if where else BATCHES), kind
             assert left == 0.0, kind
             assert (again, finite) == (BATCHES, True), kind
-
-
-def raise_with_16_mixed(kind: str) -> None:
-    module = Poisoned()
-    with pytest.raises(MisconfigurationException, match=r"16-mixed.*'skip'"):
-        run(strategy(kind, nonfinite_grads="raise"), module, fp16=True)
-    assert module.count == 0
-
-
-def test_raising_with_16_mixed_is_refused_before_training(pool: RankPool) -> None:
-    for kind in KINDS[:2]:
-        pool.run(2, raise_with_16_mixed, kind)

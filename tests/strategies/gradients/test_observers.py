@@ -233,7 +233,7 @@ class OwnPrecision(Precision):
 
 
 def test_observers_are_named() -> None:
-    hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
+    hooks = ("look", "on_after_backward", "on_before_optimizer_step")
     for module, callbacks, expected in (
         (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), QuietCheckpoint(), Recorder(), Averaging()], []),
         (zoo.MLP, [Watcher()], [f"Watcher.{hook}" for hook in hooks]),
@@ -241,7 +241,7 @@ def test_observers_are_named() -> None:
         (Noisy, [], ["Noisy.on_before_optimizer_step"]),
         (zoo.Adversarial, [], ["manual optimization"]),
         (Averages, [], []),
-        (ByGradientLastSeen, [], ["ByGradientLastSeen.on_train_batch_end"]),
+        (ByGradientLastSeen, [], ["ByGradientLastSeen.look"]),
     ):
         assert observers_of_gradients(module(), callbacks, [], Precision()) == expected
     module = zoo.MLP()
