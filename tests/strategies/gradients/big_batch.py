@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,6 +48,14 @@ def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
 
 
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def fused(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, fused=True)
+
+
 class Regression(LightningModule):
     """Draws its rank's micro-batches, and may return their weights.
 
@@ -83,6 +92,32 @@ class Regression(LightningModule):
 
 # It looks at parameters, not at gradients: "auto" must not expose them on its account.
 Regression.on_train_batch_end.__module__ = "lightning.pytorch.core.module"
+
+
+class Poisoned(Regression):
+    """Makes gradients that are not finite in the batches ``at`` (counted over epochs), on one rank.
+
+    Args:
+        at: The batches.
+        rank: The rank.
+        value: What the loss is multiplied by there, NaN or inf.
+        only: The one parameter that is to get such a gradient; by default it is most of them.
+        **arguments: Of the base class.
+    """
+
+    def __init__(
+        self, at: tuple[int, ...] = (), rank: int = 1, value: float = math.nan, only: str = "", **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        self.at, self.rank, self.value, self.only = at, rank, value, only
+        self.count = 0
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.count in self.at and dist.get_rank() == self.rank:
+            loss = loss + (self.get_parameter(self.only) * self.value).sum() if self.only else loss * self.value
+        self.count += 1
+        return loss
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -134,10 +169,11 @@ def train_on_big_batches(
     return truth
 
 
-def windows_of(epoch: Sequence[Sequence[Sample]], accumulate: int) -> list[list[Sample]]:
-    """What the steps of an epoch are made of, from the micro-batches of each rank."""
-    batches = len(epoch[0])
-    return [
-        [rank[index] for index in range(start, min(start + accumulate, batches)) for rank in epoch]
-        for start in range(0, batches, accumulate)
-    ]
+def windows_of(epoch: Sequence[Sequence[Sample]], windows: Sequence[Sequence[int]]) -> list[list[Sample]]:
+    """What steps are made of: the micro-batches of each rank, and the batches of each step."""
+    return [[rank[index] for index in window for rank in epoch] for window in windows]
+
+
+def every(accumulate: int, batches: int) -> list[list[int]]:
+    """The batches of each step of an epoch: so many, and a shorter rest at the end."""
+    return [list(range(start, min(start + accumulate, batches))) for start in range(0, batches, accumulate)]

@@ -16,8 +16,15 @@ from lightning_parstrat import GradNormMonitor
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.strategies.gradients.big_batch import Regression, sgd, train_on_big_batches, windows_of
-from tests.strategies.gradients.poison import Poisoned, fused
+from tests.strategies.gradients.big_batch import (
+    Poisoned,
+    Regression,
+    every,
+    fused,
+    sgd,
+    train_on_big_batches,
+    windows_of,
+)
 from tests.strategies.gradients.trainings import by_pairs, fit, ranks_batches, strategy
 
 BATCHES = 7
@@ -126,7 +133,7 @@ def test_it_logs_the_norms_that_a_recorder_has_seen(
 
 def others(folder: str) -> list[str]:
     """Checks of each strategy, and what Lightning's own is refused with."""
-    truth = train_on_big_batches(windows_of(ranks_batches(BATCHES), 3), 0.2)
+    truth = train_on_big_batches(windows_of(ranks_batches(BATCHES), every(3, BATCHES)), 0.2)
     for kind in ("ddp_tuned", "zero1", "zero3"):
         where, recorder = Path(folder) / kind, Recorder()
         # Listeners get the norm of the big batch, and what clipping multiplies gradients by.

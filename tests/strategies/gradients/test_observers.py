@@ -109,9 +109,7 @@ ROWS = {
     "accumulated": Row(zoo.MLP, Watcher, 2, {"accumulate_grad_batches": 3}),
     "scaled": Row(zoo.MLP, Watcher, 3, {"fp16": True, "gradient_clip_val": 0.05}, (1e-3, 1e-2)),
     "unused": Row(zoo.UnusedBySomeRanks, Watcher, 3),
-    "convolutional": Row(zoo.Convolutional, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
-    "after the step": Row(zoo.MLP, LooksAfterTheStep),
     **{module.__name__: Row(module) for module in (Noisy, OwnStep, ByGradientLastSeen)},
     "Replaces": Row(Replaces, None, 3),
 }
@@ -221,12 +219,6 @@ class Averages(zoo.MLP):
         self.norms = [parameter.norm() for parameter in self.parameters()]
 
 
-class QuietCheckpoint(ModelCheckpoint):
-    """A user's subclass that overrides nothing which runs while gradients exist."""
-
-    def on_validation_end(self, *args: Any) -> None: ...
-
-
 class OwnPrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
@@ -235,7 +227,7 @@ class OwnPrecision(Precision):
 def test_observers_are_named() -> None:
     hooks = ("look", "on_after_backward", "on_before_optimizer_step")
     for module, callbacks, expected in (
-        (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), QuietCheckpoint(), Recorder(), Averaging()], []),
+        (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), Recorder(), Averaging()], []),
         (zoo.MLP, [Watcher()], [f"Watcher.{hook}" for hook in hooks]),
         (zoo.MLP, [LambdaCallback(on_after_backward=print)], ["LambdaCallback.on_after_backward"]),
         (Noisy, [], ["Noisy.on_before_optimizer_step"]),
