@@ -136,8 +136,8 @@ FAULTS = (
     Fault(
         "sharded accumulation: who clears gradients between micro-batches is not seen",
         "strategies/gradients/observers.py",
-        '_READS_OR_CLEARS = (*_READS, "zero_grad")',
-        "_READS_OR_CLEARS = _READS",
+        '_CLEARS = {"zero_grad"}',
+        "_CLEARS = set()",
         ("tests/strategies/test_sharded_accumulation.py",),
     ),
     Fault(
