@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import amount, table
+from lightning_parstrat.cli.text import table
 from lightning_parstrat.core.tensor_trees import leaves
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import amount, counted
 from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint
 
 # Of the two packages that Lightning is published as, only one may be installed.

@@ -11,12 +11,12 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.planned_module import read_module, values_of
-from lightning_parstrat.cli.text import amount, table
+from lightning_parstrat.cli.text import table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import amount, count_of, counted
 
 _DESCRIPTION = """
 Shows what each rank holds at most, between steps, and sends under each strategy, and whether it fits. Of those that
@@ -80,7 +80,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     if arguments.json:
         print(json.dumps({"estimates": found, "recommended": choice, "why": why, "left_out": left_out}))
     else:
-        print(f"{_count_of(training.parameters)} trained parameters; optimizer: {optimizer}; {training.precision}")
+        print(f"{count_of(training.parameters)} trained parameters; optimizer: {optimizer}; {training.precision}")
         grouped = "" if training.shard_ranks == training.ranks else f", in shard groups of {training.shard_ranks}"
         print(f"{counted(training.ranks, 'rank')} on {counted(training.nodes, 'node')}{grouped}; per rank:\n")
         print(f"{_table(found, room)}\n\n{why}\n{left_out}")
@@ -195,11 +195,6 @@ def _bytes_per_second(text: str) -> float:
     return rate if unit == "B" else rate / 8
 
 
-def _count_of(count: int) -> str:
-    name, size = next((one for one in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if count >= one[1]), ("", 1))
-    return f"{count / size:.3g}{name}"
-
-
 def _row(one: Footprint, room: float | None, rate: float | None, arguments: Namespace) -> dict[str, Any]:
     seconds = None
     if rate is not None and arguments.compute_seconds is not None:
@@ -212,6 +207,7 @@ def _row(one: Footprint, room: float | None, rate: float | None, arguments: Name
         "sent_bytes": round(one.sent),
         "wire_seconds": None if rate is None else one.on_link / rate,
         "step_seconds": seconds,
+        "speed_up": None if seconds is None else arguments.world_size * arguments.compute_seconds / seconds,
         "fits": None if room is None else one.peak <= room,
     }
 
@@ -228,6 +224,7 @@ def _table(rows: list[dict[str, Any]], room: float | None) -> str:
         "sent per step": ("sent_bytes", amount),
         "on the wire": ("wire_seconds", seconds),
         "step": ("step_seconds", seconds),
+        "times one device": ("speed_up", "{:.3g}".format),
         f"fits in {amount(room or 0)}": ("fits", lambda fits: "yes" if fits else "no"),
     }
     known = {name: column for name, column in columns.items() if rows[0][column[0]] is not None}

@@ -15,14 +15,6 @@ class Verbatim(DefaultHelpFormatter):
         return "\n".join(indent + line for line in text.strip().splitlines())
 
 
-def amount(nbytes: float) -> str:
-    """Bytes with a unit, in about three digits."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """A table in aligned columns. The first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

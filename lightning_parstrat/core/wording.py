@@ -20,3 +20,17 @@ def listed(names: Sequence[str], separator: str = ", ") -> str:
     """The first names, and how many more there are."""
     further = len(names) - NAMES_SHOWN
     return separator.join(names[:NAMES_SHOWN]) + (f" and {further} more" if further > 0 else "")
+
+
+def count_of(number: int) -> str:
+    """A number of elements in about three digits, such as ``33.7M``."""
+    name, size = next((one for one in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if number >= one[1]), ("", 1))
+    return f"{number / size:.3g}{name}"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with a unit, in about three digits."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"

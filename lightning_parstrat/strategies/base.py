@@ -28,6 +28,7 @@ from lightning_parstrat.core.policy import (
     GradientPolicy,
     NonfiniteGradients,
 )
+from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
@@ -42,6 +43,7 @@ from lightning_parstrat.strategies.launch.elastic import adopt_started, started_
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io
 from lightning_parstrat.strategies.parts import Part
+from lightning_parstrat.strategies.report import Report
 
 
 class ComposedStrategy(DDPStrategy):
@@ -115,6 +117,7 @@ class ComposedStrategy(DDPStrategy):
             self, self._ranks, saving, self._make_training_state(), self._resume, self._entries
         )
         self._accumulation = Accumulation(self, self._ranks, gradients, hooks)
+        self._fit_report = Report(self, self.flag, self._traffic)
         self._parts: list[Part] = [
             self._ranks,
             self._resume,
@@ -122,6 +125,7 @@ class ComposedStrategy(DDPStrategy):
             *([ExactEvaluation(self)] if exact_evaluation else []),
             self._accumulation,
             Preemption(self, self._ranks, self._resume, self.wait_for_saves),
+            self._fit_report,
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
 
@@ -146,6 +150,10 @@ class ComposedStrategy(DDPStrategy):
 
     def _before_step(self) -> None:
         """Runs between the closure and the optimizer's step."""
+
+    def _traffic(self) -> Traffic | None:
+        """What this rank has sent so far, and how long it has waited. None if the host cannot see it."""
+        return None
 
     def _module_called(self) -> str:
         """The submodule that is being called, if it is known. Any thread may ask."""
@@ -305,6 +313,7 @@ class ComposedStrategy(DDPStrategy):
         """Begins a batch."""
         super().on_train_batch_start(batch, batch_idx)
         self._accumulation.begin_batch()
+        self._fit_report.note_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -24,6 +24,8 @@ from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
+from lightning_parstrat.strategies.lightning_compat import trained
+from lightning_parstrat.strategies.report import Sharded, bytes_of_training, line_of_sharding
 
 
 class TunedDDPStrategy(ComposedStrategy):
@@ -218,6 +220,15 @@ class TunedDDPStrategy(ComposedStrategy):
         elif self._users_hook is not None:
             hook = self._users_hook if self._wraps_hook is None else self._wraps_hook(self._users_hook)
             self._ddp.register_comm_hook(self._users_hook_state, hook)
+
+    @override
+    def on_train_start(self) -> None:
+        """Logs the memory of a rank."""
+        super().on_train_start()
+        parameters = list(self._training_module.parameters())
+        total, leaves_out = bytes_of_training(parameters, trained(self.optimizers), Tensor.numel)
+        count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        self._fit_report.say(line_of_sharding(count, self.world_size, Sharded("", total, total, leaves_out)))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

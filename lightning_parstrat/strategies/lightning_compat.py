@@ -90,7 +90,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -168,9 +168,9 @@ def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
     return wrapper
 
 
-def stands_for_none(optimizer: Any) -> bool:
-    """Whether it is Lightning's stand-in for a ``configure_optimizers`` that returns None."""
-    return isinstance(optimizer, _MockOptimizer)
+def trained(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """The user's optimizers, without Lightning's stand-in for a ``configure_optimizers`` that returns None."""
+    return [one for one in map(unwrapped, optimizers) if not isinstance(one, _MockOptimizer)]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

@@ -1,20 +1,26 @@
-"""Lines for the log: the sharding of a training, and at its end the cost of a step."""
+"""What a fit logs on rank 0: at its start what is sharded, and at its end what a step cost."""
 
 import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_parstrat.core.layout import owned_bytes, parameter_bytes
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.engine.stepping import sharding_of
+from lightning_parstrat.strategies.parts import Part
 
 _STEPS_THAT_SETTLE = 3
 """The first steps allocate and plan buckets. They do not count."""
@@ -30,70 +36,20 @@ BF16_SAVES_NOTHING = (
 )
 
 
-def describe(flag: str, engine: ShardedDataParallel, observers: Sequence[str]) -> str:
-    """The line for the start of a fit. It names sharded state, unsharded state with reasons, and readers of gradients.
+class Sharded(NamedTuple):
+    """What a strategy divides among the ranks.
 
-    Args:
-        flag: The strategy's name.
-        engine: The sharding.
-        observers: Code that may read gradients. Empty if gradients are hidden.
-
-    Returns:
-        The line. Empty if there is nothing to train.
+    Attributes:
+        what: Its name. If nothing is divided, empty.
+        own: Its bytes on this rank.
+        whole: Its bytes on a rank that has all of it.
+        leaves_out_state: Whether the bytes are without the optimizers' state, whose size is not known before a step.
     """
-    parameters = sum(slot.place.numel for slot in engine.slots.values())
-    parts = [_sharded(engine, parameters)] if parameters else []
-    for optimizer, decision in zip(engine.optimizers, engine.decisions, strict=True):
-        if decision.partition is None:
-            parts.append(
-                f"{type(optimizer).__name__} is not sharded, as {decision.reason}: every rank keeps all of its state,"
-                f" as under `ddp`. {decision.remedy}".rstrip()
-            )
-    if parameters and observers:
-        parts.append(
-            f"Gradients are gathered in every step, as {named(observers)} may read them"
-            " (`expose_gradients=False` saves that if not)."
-        )
-    return f"{flag}: {' '.join(parts)}" if parts else ""
 
-
-def named(observers: Sequence[str]) -> str:
-    """The first two observers."""
-    return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
-
-
-def _sharded(engine: ShardedDataParallel, parameters: int) -> str:
-    collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
-    groups = f" in {place.copies} shard groups" if place.copies > 1 else ""
-    line = f"{_count(parameters)} over {counted(collectives.world_size, 'rank')}{groups}"
-    state = _state_bytes(engine)
-    if state is None:
-        layouts = [bucket.layout for bucket in engine.buckets]
-        share = owned_bytes(layouts, place.shard) / max(parameter_bytes(layouts), 1)
-        line = f"{line}, optimizer state of {share:.0%} of them on this one"
-    elif not any(state):
-        # For example SGD without momentum.
-        line = f"{line}, no optimizer state to shard"
-    else:
-        instead = f" instead of {_size(state[0])}" if collectives.world_size > place.copies else ""
-        line = f"{line}, optimizer state {_size(state[1])} per rank{instead}"
-    masters = sum(0 if bucket.master is None else bucket.master.nbytes for bucket in engine.buckets)
-    return f"{line}, fp32 master weights {_size(masters)} per rank." if masters else f"{line}."
-
-
-def _state_bytes(engine: ShardedDataParallel) -> tuple[float, float] | None:
-    """Bytes of optimizer state, unsharded and on this rank. If an optimizer's is unknown before its step, None."""
-    unsharded = own = 0.0
-    for optimizer in engine.sharded_optimizers:
-        ratio = state_bytes_per_parameter_byte(optimizer)
-        if ratio is None:
-            return None
-        for bucket in sharding_of(optimizer).buckets:
-            # An optimizer keeps its state in the dtype that it steps.
-            layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
-            unsharded += ratio * parameter_bytes(layouts)
-            own += ratio * owned_bytes(layouts, bucket.place.shard)
-    return unsharded, own
+    what: str
+    own: float
+    whole: float
+    leaves_out_state: bool = False
 
 
 class _Step(NamedTuple):
@@ -102,76 +58,181 @@ class _Step(NamedTuple):
     bytes_sent: int
 
 
-class StepMeter:
-    """Time, waiting and traffic of the last steps, on this rank. Not collective. The host never waits for a GPU.
+class Report(Part):
+    """Logs the lines of a fit, and measures time, waiting and traffic of the last steps on this rank.
+
+    Not collective. The host never waits for a GPU.
 
     Args:
+        strategy: The strategy that it is a part of.
         flag: The strategy's name.
-        device: Device of the training.
+        traffic: Returns what this rank has sent, and how long it has waited for it. None if the host cannot see that.
     """
 
-    def __init__(self, flag: str, device: torch.device) -> None:
-        self._flag = flag
-        self._device = device
+    def __init__(self, strategy: DDPStrategy, flag: str, traffic: Callable[[], Traffic | None]) -> None:
+        super().__init__(strategy)
+        self._flag, self._traffic = flag, traffic
+        self._said: set[str] = set()
+        self._begin()
+
+    def _begin(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_STEPS_KEPT)
         self._noted = 0
         self._last: tuple[int, float, float, int] | None = None
 
-    def note(self, global_step: int, traffic: Traffic) -> None:
-        """Call before each batch and at the end. A step lasts from one change of ``global_step`` to the next.
+    def say(self, line: str, warns: bool = False) -> None:
+        """Logs a line, unless it has been logged. A tuner's short training would log the same lines before."""
+        if line and line not in self._said:
+            self._said.add(line)
+            (rank_zero_warn if warns else rank_zero_info)(f"{self._flag}: {line}")
 
-        Args:
-            global_step: Number of optimizer steps so far.
-            traffic: The bytes that this rank has sent so far, and its time of waiting.
-        """
-        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
-        now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
+    @override
+    def on_train_start(self) -> None:
+        """Begins to measure."""
+        self._begin()
+
+    def note_step(self) -> None:
+        """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
+        global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
         if self._last is not None and self._last[0] == global_step:
             return
+        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
+        now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
         if self._last is not None:
             self._noted += 1
             if self._noted > _STEPS_THAT_SETTLE:
                 self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
         self._last = now
 
-    def line(self) -> str | None:
-        """Medians over the last steps, without the first few. None after a short training."""
-        if len(self._steps) < _FEWEST_STEPS:
-            return None
-        seconds = statistics.median(step.seconds for step in self._steps)
-        waited = statistics.median(step.waited_seconds for step in self._steps)
-        sent = statistics.median(step.bytes_sent for step in self._steps)
-        # On a GPU the streams wait, not the host. Timing them would need synchronization.
-        exposed = "" if self._device.type == "cuda" else f", {_milliseconds(waited)} of it waiting for other ranks"
-        return (
-            f"{self._flag}: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"
-            f" {_size(sent)} sent per step and rank; peak memory {_size(self._peak_bytes())}{self._kind_of_memory()}"
-        )
+    @override
+    def on_train_end(self) -> None:
+        """Logs medians over the last steps, without the first few. Nothing after a short training."""
+        self.note_step()
+        if len(self._steps) >= _FEWEST_STEPS:
+            seen = self._traffic() is not None and self._strategy.world_size > 1
+            line = line_of_steps(self._steps, self._strategy.world_size, self._strategy.root_device, seen)
+            rank_zero_info(f"{self._flag}: {line}")
 
-    def _peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        # Linux counts it in KiB.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def _kind_of_memory(self) -> str:
-        return " allocated on the GPU" if self._device.type == "cuda" else " resident, everything included"
+    @override
+    def teardown(self) -> None:
+        """Lets the next training log its lines."""
+        self._said.clear()
 
 
-def _milliseconds(seconds: float) -> str:
+def line_of_steps(steps: Sequence[_Step], ranks: int, device: torch.device, seen: bool) -> str:
+    """The medians of steps: time, the share of waiting with the speed-up that follows, bytes, and the peak memory.
+
+    Computing takes the part of a step in which this rank does not wait for others. One device would take that long for
+    each rank's share of the step, so N ranks are N times that part faster.
+
+    Args:
+        steps: The steps.
+        ranks: The number of ranks.
+        device: The device of the training.
+        seen: Whether the host can see the communication.
+    """
+    seconds = statistics.median(step.seconds for step in steps)
+    line = f"{_duration(seconds)} per step"
+    # On a GPU the streams wait, not the host. Timing them would need synchronization.
+    if seen and device.type != "cuda":
+        waiting = statistics.median(step.waited_seconds for step in steps) / seconds
+        line = f"{line}, {waiting:.0%} waiting ({ranks * (1 - waiting):.2g} times one device)"
+    if seen:
+        line = f"{line}; {amount(statistics.median(step.bytes_sent for step in steps))} sent per rank"
+    if device.type == "cuda":
+        return f"{line}; peak GPU memory {amount(torch.cuda.max_memory_allocated(device))}"
+    # Linux counts it in KiB.
+    return f"{line}; peak memory {amount(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
+
+
+def line_of_sharding(parameters: int, ranks: int, sharded: Sharded, copies: int = 1) -> str:
+    """The first line of a fit: what is sharded, and the memory of it on this rank and without sharding.
+
+    Args:
+        parameters: The number of elements that are trained.
+        ranks: The number of ranks.
+        sharded: What is divided among the ranks.
+        copies: How many groups of ranks hold it.
+    """
+    groups = f" in {copies} shard groups" if copies > 1 else ""
+    plural = "parameter" if parameters == 1 else "parameters"
+    start = f"{count_of(parameters)} {plural} on {counted(ranks, 'rank')}{groups}"
+    what, own, whole, leaves_out_state = sharded
+    rest = " + optimizer state" if leaves_out_state else ""
+    if not what:
+        return f"{start}; nothing is sharded: {amount(own)} each{rest}"
+    if not whole:
+        return f"{start}; {what} sharded" if leaves_out_state else f"{start}; no optimizer state: nothing to shard"
+    return (
+        f"{start}; {what} sharded: {amount(own)} each"
+        + (f" instead of {amount(whole)}" if ranks > copies else "")
+        + rest
+    )
+
+
+def sharded_by(engine: ShardedDataParallel) -> str:
+    """The first line of a fit whose optimizers an engine has sharded. Empty if it has sharded none."""
+    if not engine.slots:
+        return ""
+    collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
+    own, whole, leaves_out_state = 0.0, 0.0, False
+    for optimizer in engine.sharded_optimizers:
+        ratio = state_bytes_per_parameter_byte(optimizer)
+        leaves_out_state |= ratio is None
+        for bucket in sharding_of(optimizer).buckets:
+            # An optimizer keeps its state in the dtype that it steps.
+            layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
+            whole += (ratio or 0.0) * parameter_bytes(layouts)
+            own += (ratio or 0.0) * owned_bytes(layouts, place.shard)
+    what = [] if leaves_out_state and engine.reducer.shards_accumulation else ["optimizer state"]
+    if engine.reducer.shards_accumulation:
+        what.insert(0, "gradients")
+        whole += parameter_bytes([bucket.layout for bucket in engine.buckets])
+        summed = [bucket.layout._replace(itemsize=bucket.sum_dtype.itemsize) for bucket in engine.buckets]
+        own += owned_bytes(summed, place.shard)
+    if any(bucket.master is not None for bucket in engine.buckets):
+        what.append("masters")
+        own += sum(bucket.master.nbytes for bucket in engine.buckets if bucket.master is not None)
+    parameters = sum(slot.place.numel for slot in engine.slots.values())
+    sharded = Sharded(", ".join(what), own, whole, leaves_out_state)
+    return line_of_sharding(parameters, collectives.world_size, sharded, place.copies)
+
+
+def bytes_of_training(
+    parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], own_numel: Callable[[Tensor], int]
+) -> tuple[float, bool]:
+    """Bytes of parameters, their gradients and the optimizers' state on a rank. And whether state is left out.
+
+    Args:
+        parameters: All parameters.
+        optimizers: The optimizers, which step parameters.
+        own_numel: How many elements of a parameter the rank has.
+    """
+    size = {parameter: own_numel(parameter) * parameter.element_size() for parameter in parameters}
+    total: float = sum((2 if parameter.requires_grad else 1) * size[parameter] for parameter in parameters)
+    leaves_out = False
+    for optimizer in optimizers:
+        ratio = state_bytes_per_parameter_byte(optimizer)
+        leaves_out |= ratio is None
+        total += (ratio or 0.0) * sum(size.get(one, 0) for group in optimizer.param_groups for one in group["params"])
+    return total, leaves_out
+
+
+def not_sharded(engine: ShardedDataParallel) -> str:
+    """Which optimizers are not sharded, with the reasons and what to do. Empty if all are."""
+    return " ".join(
+        f"{type(optimizer).__name__} is not sharded, as {decision.reason}: every rank keeps all of its state, as under"
+        f" `ddp`. {decision.remedy}".rstrip()
+        for optimizer, decision in zip(engine.optimizers, engine.decisions, strict=True)
+        if decision.partition is None
+    )
+
+
+def named(observers: Sequence[str]) -> str:
+    """The first two observers."""
+    return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
+
+
+def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def _count(number: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name} parameters"
-    return counted(number, "parameter")
-
-
-def _size(number: float) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.1f} {name}"
-    return f"{number:.0f} bytes"

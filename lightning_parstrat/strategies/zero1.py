@@ -26,6 +26,7 @@ from lightning_parstrat.core.policy import (
     ShardingPolicy,
 )
 from lightning_parstrat.core.topology import Node
+from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.strategies.base import ComposedStrategy
@@ -33,8 +34,8 @@ from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
 )
-from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
-from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, StepMeter, describe, named
+from lightning_parstrat.strategies.lightning_compat import trained, unwrapped, window_is_open, wrapped
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, named, not_sharded, sharded_by
 from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "zero1_custom"
-    _of_one_training = frozenset({"_engine", "_meter"})
+    _of_one_training = frozenset({"_engine"})
 
     def __init__(
         self,
@@ -129,8 +130,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._engine: ShardedDataParallel | None = None
         self._in_training = False
         self._failed = False
-        self._meter: StepMeter | None = None
-        self._announced = ""
         super().__init__(**kwargs)
         self._buffers = Buffers(self, self._ranks, self._accumulation)
         self._parts += [EvenBatches(self, self._ranks), self._buffers]
@@ -159,7 +158,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         engine = self._engine
-        if engine is not None and any(unwrapped(one) not in engine.optimizers for one in _trained(optimizers)):
+        if engine is not None and any(unwrapped(one) not in engine.optimizers for one in trained(optimizers)):
             if any(bucket.is_partial for bucket in engine.buckets):
                 raise MisconfigurationException(
                     f"{self.flag}: new optimizers were set between the micro-batches of a step, whose gradients are in"
@@ -175,7 +174,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         node = Node(socket.gethostname(), self.node_rank)
         self._engine = ShardedDataParallel(
             self._training_module,
-            _trained(optimizers),
+            trained(optimizers),
             self._policy,
             self._ranks.groups,
             node,
@@ -193,30 +192,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Decides whether gradients are exposed, now that all callbacks and hooks exist. Logs what is sharded."""
         super().on_train_start()
         self._in_training = True
-        self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
         if self._engine is not None:
             self._engine.follow_first_backward()
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Reads the clock and the counters if a step has ended."""
-        super().on_train_batch_start(batch, batch_idx)
-        self._note_step()
-
-    @override
-    def on_train_end(self) -> None:
-        """Logs the cost of a step, unless this training has logged something else: two lines are enough."""
-        super().on_train_end()
-        self._note_step()
-        line = None if self._meter is None else self._meter.line()
-        if line is not None and not self._accumulation.said:
-            rank_zero_info(line)
-
-    def _note_step(self) -> None:
-        module = self.lightning_module
-        if self._engine is not None and self._meter is not None and module is not None:
-            self._meter.note(module.trainer.global_step, self._engine.traffic)
+    def _traffic(self) -> Traffic | None:
+        return None if self._engine is None else self._engine.traffic
 
     def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:
@@ -233,12 +215,11 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if self._policy.shard_gradients:
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
-        line = describe(self.flag, self._engine, observers if choice == "auto" and exposed else ())
-        # A tuner runs a short training before the training, and would log the same line twice.
-        if line and line != self._announced:
-            self._announced = line
-            is_whole = any(decision.partition is None for decision in self._engine.decisions)
-            (rank_zero_warn if is_whole else rank_zero_info)(line)
+        self._fit_report.say(sharded_by(self._engine))
+        self._fit_report.say(not_sharded(self._engine), warns=True)
+        if choice == "auto" and exposed and self._engine.slots:
+            readers = named(observers)
+            self._fit_report.say(f"gathers gradients each step, as {readers} may read them (see expose_gradients)")
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
         """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
@@ -339,7 +320,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             log.exception(f"{self.flag}: after an error the training could not be ended as it should.")
         finally:
             self._in_training = self._failed = False
-            self._announced = ""
             super().teardown()
 
     @override
@@ -352,10 +332,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(self._failed)
-
-
-def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
-    return [one for one in map(unwrapped, optimizers) if not stands_for_none(one)]
 
 
 class ZeRO2Strategy(ZeRO1Strategy):

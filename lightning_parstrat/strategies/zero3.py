@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import count_of, counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -34,13 +34,14 @@ from lightning_parstrat.distributed.fsdp.state import (
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.fsdp.whole import shown_whole
+from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_methods
-from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, stands_for_none, unwrapped
-from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
+from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, Sharded, bytes_of_training, line_of_sharding
 from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
@@ -188,9 +189,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             ValueError: An optimizer cannot step sharded parameters.
         """
         super().setup_optimizers(trainer)
-        prepare_optimizers(
-            [one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)], self._ranks.control
-        )
+        prepare_optimizers(trained(self.optimizers), self._ranks.control)
 
     @override
     def _leaves(self) -> Any:
@@ -378,27 +377,32 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
-        sizes = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
-        whole = sum(size for size, leaf in sizes if leaf.tensor is leaf.parameter)
-        narrow = sum(size for size, leaf in sizes if leaf.tensor.dtype != leaf.parameter.dtype)
-        elements, units = sum(size for size, _ in sizes), len(sharded.units)
-        said = [f"parameters, gradients and optimizer state are sharded over {counted(self.world_size, 'rank')}"]
-        if units:
-            said.append(f"{counted(units, 'unit')} of {elements:,} elements with all else gathered at once")
-        else:
-            said.append(f"all {elements:,} elements are gathered for the whole step")
-        if whole:
-            said.append(f"{counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank")
-        if narrow:
-            param_dtype = self._policy.param_dtype
-            said.append(f"{counted(narrow, 'element')} are gathered in bf16 (param_dtype={param_dtype!r})")
-        rank_zero_info(f"{self.flag}: {'; '.join(said)}.")
-        if not units and self.world_size > 1:
-            rank_zero_warn(
-                f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so"
-                " every rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
-                ' `auto_wrap_policy=["Block"]`, or set a smaller `min_num_params`.'
+        parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
+        own, leaves_out_state = bytes_of_training(parameters, optimizers, lambda p: local(p).numel())
+        whole, _ = bytes_of_training(parameters, optimizers, torch.Tensor.numel)
+        state = "" if leaves_out_state else ", optimizer state"
+        self._fit_report.say(
+            line_of_sharding(
+                sum(p.numel() for p in parameters if p.requires_grad),
+                self.world_size,
+                Sharded(f"weights, gradients{state}", own, whole, leaves_out_state),
             )
+        )
+        leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
+        kept_whole = sum(size for size, leaf in leaves if leaf.tensor is leaf.parameter)
+        narrow = sum(size for size, leaf in leaves if leaf.tensor.dtype != leaf.parameter.dtype)
+        said = [f"{count_of(narrow)} parameters in bf16"] if narrow else []
+        said += [f"{count_of(kept_whole)} parameters stay whole, as FSDP2 cannot shard them"] if kept_whole else []
+        if sharded.units:
+            units = f"gathers {counted(len(sharded.units), 'unit')} in turn, and all else for the whole step"
+            self._fit_report.say("; ".join([units, *said]))
+        elif self.world_size > 1:
+            alone = (
+                f"no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so every rank holds"
+                " all parameters and gradients within a step. Name the classes of your blocks, as in"
+                ' `auto_wrap_policy=["Block"]`, or set a smaller `min_num_params`'
+            )
+            self._fit_report.say("; ".join([alone, *said]), warns=True)
 
     @override
     def teardown(self) -> None:

@@ -178,8 +178,12 @@ def test_the_table_gives_the_peak_first(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7B trained parameters; optimizer: AdamW; bf16-mixed"
     assert lines[1] == "16 ranks on 2 nodes; per rank:"
-    columns = "strategy at most between steps between micro-batches sent per step on the wire step fits in 56 GB"
+    columns = "strategy at most between steps between micro-batches sent per step on the wire step"
+    columns += " times one device fits in 56 GB"
     assert " ".join(lines[3].split()) == columns
+    ddp, *_, last = (line.split() for line in lines[5:9])
+    # 16 devices, each of which computes for 1 s.
+    assert float(ddp[-2]) == pytest.approx(16 / float(ddp[-4]), rel=0.01), (ddp, last)
     assert lines[5].endswith("no") and lines[8].endswith("yes")
     assert "activations" in lines[-1] and "24 GB of 80 GB are kept for them (--reserve 0.3)" in lines[-1]
 
