@@ -23,10 +23,11 @@ def test_a_sentence_is_found_that_breaks_a_rule(sentence: str, complaint: str, t
     assert complaint in one.complaint and one.sentence == sentence.strip()
 
 
-def test_docstrings_are_prose_and_code_is_not(tmp_path: Path) -> None:
+def test_docstrings_and_messages_are_prose_and_code_is_not(tmp_path: Path) -> None:
     source = (
         '"""Fine."""\n\ndef anew():\n    """Fine.\n\n    Args:\n        one: Made anew.\n        two: Fine.\n    """\n'
+        '    raise ValueError(f"The bucket {one} was made anew.")\n'
     )
     (tmp_path / "code.py").write_text(source)
-    (found,) = check([tmp_path / "code.py"])[0]
-    assert found.sentence == "one: Made anew."
+    found = [one.sentence for one in check([tmp_path / "code.py"])[0]]
+    assert found == ["one: Made anew.", "The bucket code was made anew."]

@@ -42,7 +42,7 @@ def add_trust(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trusted",
         action="store_true",
-        help="load objects of any class in the checkpoint; this can run code of whoever wrote it",
+        help="load objects of any class in the checkpoint; this can run code that its author put in it",
     )
 
 
@@ -92,7 +92,7 @@ def loaded(load: Callable[[], Any], source: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{source} holds objects of classes that are loaded only with your permission ({error}). If you trust"
-            " whoever wrote it, add --trusted."
+            " its author, add --trusted."
         ) from error
     except CheckpointDamagedError as error:
         raise UsageError(str(error)) from error

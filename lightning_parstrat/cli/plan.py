@@ -41,7 +41,7 @@ def make_parser() -> ArgumentParser:
     add("--optimizer", type=str | None, help="such as adamw; or values of state per parameter, such as 1 (default: 2)")
     add("--unit", type=str | None, metavar="NUMBER", help="parameters of the largest layer (default: 1/32 of all)")
     add("--config", type=str | None, metavar="FILE", help="LightningCLI configuration of the module, instead of these")
-    add("--model", type=str | None, metavar="CLASS", help="the module's class, where the file does not give it")
+    add("--model", type=str | None, metavar="CLASS", help="the module's class, if the file does not give it")
     add("--precision", type=Literal[tuple(PRECISIONS)] | None, help="the Trainer's (default: the file's, or 32-true)")
     add("--world-size", type=PositiveInt, required=True, help="number of ranks")
     add("--devices-per-node", type=PositiveInt | None, help="ranks of a node (default: all, on one node)")
@@ -127,8 +127,8 @@ def _what_would_fit(training: Training) -> str:
     least = min(footprints(training), key=lambda one: one.peak)
     return (
         f"It fits under no strategy: even {least.strategy} holds {amount(least.peak)} at most, {amount(least.held)} of"
-        " it between steps. If most of it is held between steps, take more ranks, or --precision bf16-true; else"
-        " smaller units (`auto_wrap_policy` of zero3_custom), or tensor parallelism if a single layer is too large."
+        " it between steps. If most of it is held between steps, take more ranks, or --precision bf16-true."
+        " Otherwise take smaller units, by `auto_wrap_policy` of zero3_custom."
     )
 
 

@@ -35,7 +35,7 @@ def import_class(path: str) -> type:
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"No class {path!r} can be imported from here ({error}). Give its module and its name, such as"
-            " my_package.model.MyModule, and run this where the program runs."
+            " my_package.model.MyModule, and run this in the program's folder."
         ) from error
     if not isinstance(found, type):
         raise UsageError(f"{path} is not a class.")

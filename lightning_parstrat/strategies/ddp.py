@@ -156,7 +156,7 @@ class TunedDDPStrategy(ComposedStrategy):
         if self._ddp.static_graph and not self._training_module.automatic_optimization:
             return "static_graph and manual optimization do not go together with other buckets than the first"
         if is_compiled(self._training_module):
-            return "torch.compile has cut the graph where the default's buckets end"
+            return "torch.compile has cut the graph at the ends of the default's buckets"
         # The sum of two numbers does not depend on their order.
         if torch.are_deterministic_algorithms_enabled() and self.world_size > 2:
             return "deterministic algorithms were asked for, and with more than two ranks buckets decide how sums round"
@@ -244,7 +244,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     def _follow_trained_parameters(self) -> None:
         if self._trained is not None and self._trained.begin_forward():
-            rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was made anew")
+            rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
             with self._trained.as_sent():
                 self._begin_with_reducer()
 
@@ -310,7 +310,7 @@ class TunedDDPStrategy(ComposedStrategy):
     def _advice_on_unused(self, unused: list[str]) -> str:
         named = f" On rank {self.global_rank} these have no gradient: {listed(unused)}." if unused else ""
         return (
-            "Some parameters of the module were not used for the loss that `training_step` returned, and DDP waits for"
+            "Some parameters were not used for the loss that `training_step` returned, and DDP waits for"
             f" them.{named} If that is intended, take `strategy='{self.flag}_find_unused_parameters_true'`, or"
             f" `strategy={type(self).__name__}(find_unused_parameters=True)`."
         )
@@ -318,7 +318,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
 _AFTER_AN_EXCEPTION = (
     "The program has caught an exception that has ended a backward. DDP waits for the rest of that backward: let the"
-    " exception end the training, or train by `zero1_custom`, which goes on."
+    " exception end the training, or train by `zero1_custom`."
 )
 
 

@@ -128,7 +128,7 @@ def untried_versions(torch_version: str, lightning_version: str) -> str | None:
     found = " and ".join(f"{name} {found}" for name, found, _ in newer)
     tried = " and ".join(f"{name} up to {seen[-1]}" for name, _, seen in newer)
     return (
-        f"lightning_parstrat was tried with {tried}, and {found} is installed, which is newer. Training goes on."
+        f"lightning_parstrat was tried with {tried}, and {found} is installed, which is newer. Training continues."
         " If something fails that works under `ddp`, install the version that was tried, or a newer lightning-parstrat."
     )
 

@@ -194,7 +194,7 @@ IS_BEHIND = "is in `training_step` (step 8) at train.py:9"
 NO_SIGN = "has given no sign of life"
 LINES: list[tuple[list[Sign | None], str]] = [
     ([WAITING, BEHIND], f" for rank 1, which {IS_BEHIND}. Call it."),
-    ([WAITING, WAITING], ". All ranks are there, and none goes on: "),
+    ([WAITING, WAITING], ". All ranks are there, and none continues: "),
     ([WAITING, WAITING, BEHIND], f" for rank 2, which {IS_BEHIND}. "),
     ([WAITING, BEHIND, BEHIND._replace(number=7), WAITING], f" for ranks 1, 2, each of which {IS_BEHIND}. "),
     ([BEHIND, WAITING, WAITING], f" for rank 0, which {IS_BEHIND}. "),

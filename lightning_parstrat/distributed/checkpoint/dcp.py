@@ -187,7 +187,7 @@ class RunsPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         run = self._wanted[index.fqn]
         if run is None:
-            raise AssertionError("a tensor was read where bytes were wanted")
+            raise AssertionError("a tensor was read instead of bytes")
         return run.target
 
 

@@ -9,7 +9,7 @@ METADATA = ".metadata"
 """The index file, which has the place of each piece, by torch's name."""
 
 OF_ANOTHER_JOB = (
-    "probably another job saves to the same folder. Give each job a folder of its own (`dirpath` of ModelCheckpoint, or"
+    "probably another job saves to the same folder. Give each job a separate folder (`dirpath` of ModelCheckpoint, or"
     " `default_root_dir` of the Trainer)."
 )
 """The message about a checkpoint that changes while it is read."""

@@ -25,7 +25,7 @@ from lightning_parstrat.distributed.checkpoint.pieces import Run, source_of
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
 
-_REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
+_REMEDY = "Copy the entire folder again from its origin, or resume from another checkpoint."
 
 
 class ShardedCheckpoint:

@@ -81,7 +81,7 @@ def check_whole(module: nn.Module, flag: str) -> None:
         if isinstance(parameter, DTensor) and name not in ignored:
             raise ValueError(
                 f"{name!r} is in shards (a DTensor), as all parameters are that zero3_custom has trained, and {flag}"
-                " needs whole ones. Make the module anew, and load a checkpoint of that training into it; or go on by"
+                " needs whole ones. Make a new module, and load a checkpoint of that training into it. Or train by"
                 " zero3_custom."
             )
 

@@ -98,7 +98,7 @@ def _exchange(ddp: DistributedDataParallel, parameters: Collection[Tensor], wrap
 
 def _not_made(failed: dict[int, str]) -> RuntimeError:
     rank, said = next(iter(failed.items()))
-    return RuntimeError(f"DDP's reducer could not be made anew on rank {rank}: {said}")
+    return RuntimeError(f"DDP's reducer could not be rebuilt on rank {rank}: {said}")
 
 
 def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

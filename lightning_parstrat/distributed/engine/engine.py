@@ -93,8 +93,8 @@ class ShardedDataParallel:
         check_parameters(module, parameters)
         if replays_captured_graphs(module):
             raise ValueError(
-                "A part of the module replays a CUDA graph that was captured before the training, and would go on"
-                " reading parameters where they were then. zero1_custom puts them elsewhere: call"
+                "A part of the module replays a CUDA graph that was captured before the training. The graph would read"
+                " the parameters' old memory, because zero1_custom moves them. Call"
                 " `torch.cuda.make_graphed_callables` in `on_train_start`, or train by `ddp`."
             )
         device = parameters[0].device if parameters else torch.device("cpu")

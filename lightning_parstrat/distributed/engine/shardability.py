@@ -89,7 +89,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
     if choice == "element":
         raise ValueError(
             f"partition='element' was asked for, but {cls.__name__} is none of torch's optimizers that step each"
-            " element by itself, as AdamW does: cut into shards it might train differently. Use partition='auto' or"
+            " element by itself, as AdamW does. Cut into shards, it might train differently. Use partition='auto' or"
             " 'parameter'."
         )
     try:
@@ -109,7 +109,7 @@ def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     if replaced is not None:
         yield f"its `{replaced}` was replaced on the object", f"A subclass that overrides `{replaced}` can be sharded."
     if cls.state_dict is not Optimizer.state_dict:
-        yield "its class has a `state_dict` of its own", "Optimizers that save their state as torch's do can be."
+        yield "its class has its own `state_dict`", "Optimizers that save their state as torch's do can be."
     if needs_closure(optimizer):
         yield f"its `step` needs a closure, and {_AGAIN}", _ANOTHER_OPTIMIZER
     if hasattr(cls, "train") and hasattr(cls, "eval"):
@@ -166,8 +166,8 @@ def _try_out(optimizer: Optimizer) -> ShardingDecision:
     return ShardingDecision(
         None,
         f"trying it on a copy failed ({found.error})",
-        "partition='parameter' shards it all the same: right only if no parameter's step looks at others, not even by a"
-        " norm over all of them, as SAM's does.",
+        "partition='parameter' shards it all the same. That is right only if no parameter's step depends on others. A"
+        " norm over all of them is such a dependence.",
     )
 
 

@@ -23,10 +23,10 @@ class HeldParameter(nn.Parameter):
         held = [two for one in given for two in (one if isinstance(one, (list, tuple)) else (one,))]
         name = next((vars(one)[_NAME] for one in held if isinstance(one, HeldParameter)), "layer.weight")
         raise RuntimeError(
-            f"Parameter {name!r} was used through an object that your code has held since before the training, when the"
-            " parameter was sharded: the object has no values. Make optimizers in `configure_optimizers`. Elsewhere use"
-            f" `self.{name}`, which is whole where it is gathered: in the `forward` of the block that holds it; in"
-            " `training_step` if no block does; or within `trainer.strategy.full_parameters()`, which all ranks enter."
+            f"Parameter {name!r} was used through an object from before the training. It has no values since the"
+            " parameter was sharded. Make optimizers in `configure_optimizers`. Elsewhere use"
+            f" `self.{name}`. It is whole in the `forward` of its block, or in `training_step` if it is in no block."
+            " All ranks may also enter `trainer.strategy.full_parameters()`."
         )
 
 

@@ -357,7 +357,7 @@ class ShardedModule:
         """
         if self._is_stuck:
             raise RuntimeError(
-                "An exception has ended an earlier backward. FSDP2 of torch 2.12 and older cannot go on after that:"
+                "An exception has ended an earlier backward. FSDP2 of torch 2.12 and older cannot continue then:"
                 " take torch 2.13 or newer, or train by `zero1_custom`."
             )
         if not self._backwards:
@@ -410,9 +410,9 @@ class ShardedModule:
         if not combined.is_alike:
             raise DifferentModulesError(
                 "The ranks have called different modules in a training step, or in another order, or the loss is made"
-                " of what different ones have returned. Each gathers its parameters from all ranks and sends gradients"
-                " to all, so all must use the same: call a module that a rank has no use for, too, and add its result"
-                " multiplied by 0; or leave such modules to the root: name the others in `auto_wrap_policy`."
+                " of what different ones returned. All ranks must use the same modules, because each module gathers"
+                " its parameters from all ranks. Call an unused module as well, and add its result multiplied by 0. Or"
+                " leave such modules to the root: name the others in `auto_wrap_policy`."
             )
         for part, is_left in zip(self._parts, combined.flags[len(used) : -1], strict=True):
             if is_left:

@@ -55,7 +55,7 @@ def shard(
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
-                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make the module anew,"
+                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
                 " and load weights into it before the training."
             )
     units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
@@ -127,7 +127,7 @@ def _parts_without_values(
             unmade += [f"{one} of {type(part).__name__}" for one in names]
     if unmade:
         raise ValueError(
-            f"On rank 0 these are on the meta device, where they have no values: {listed(unmade)}, which has no method"
+            f"On rank 0 these are on the meta device without values: {listed(unmade)}. There is no method"
             " `reset_parameters` to give them some. Make the module on the host on rank 0 alone, and on the meta device"
             " on all other ranks; or define that method."
         )

@@ -129,7 +129,7 @@ class LossWeights:
         if 0 < summed.given < ranks:
             raise InconsistentWeightsError(
                 f"`training_step` returned a `loss_weight` on {summed.given:.0f} of {ranks} ranks; this one"
-                f" {'did' if given else 'did not'}. Return it on all ranks, 0 where there is nothing to learn from."
+                f" {'did' if given else 'did not'}. Return it on all ranks, 0 if there is nothing to learn from."
             )
         self._used = given
         if given:
@@ -175,7 +175,7 @@ class LossWeights:
         if weight is None:
             if self._used:
                 self._fault = (
-                    "`training_step` returned a `loss_weight` before and none now. Return it in every step, 0 where"
+                    "`training_step` returned a `loss_weight` before and none now. Return it in every step, 0 if"
                     " there is nothing to learn from."
                 )
             return 0.0

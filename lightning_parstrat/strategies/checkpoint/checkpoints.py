@@ -327,9 +327,7 @@ class Checkpoints(Part):
         """
         states, optimizers = checkpoint["optimizer_states"], self._state.optimizers
         if not states and optimizers:
-            rank_zero_warn(
-                f"{self._ranks.flag}: the checkpoint has weights, but no optimizer's state: the optimizers begin anew."
-            )
+            rank_zero_warn(f"{self._ranks.flag}: the checkpoint has weights alone. The optimizers begin without state.")
         elif len(states) != len(optimizers):
             raise ValueError(
                 f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"

@@ -82,7 +82,7 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
     if None not in (job, mine) and job != mine and re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
         raise MisconfigurationException(
             f"{path} was saved by job {job} when it was preempted, and this is job {mine}. Give each job a"
-            " `default_root_dir` of its own. To resume from it on purpose, copy the file under another name and pass"
+            " separate `default_root_dir`. To resume from it on purpose, copy the file under another name and pass"
             " it as `ckpt_path`."
         )
 
@@ -254,7 +254,7 @@ class SavesWhenPreempted(BetweenBatches):
         refusal = _refusal_to_requeue() if trainer.is_global_zero else None
         refusal = trainer.strategy.broadcast(refusal)
         if refusal is not None:
-            rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until Slurm ends it.")
+            rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training continues until Slurm ends it.")
         return refusal is None
 
     def _end(self, saved: list[str]) -> None:

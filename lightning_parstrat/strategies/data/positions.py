@@ -124,7 +124,7 @@ class LoaderPositions:
         if within_epoch and any_rank(isinstance(resumed, str)):
             rank_zero_warn(
                 "The checkpoint was saved within an epoch, and a data loader cannot continue there:"
-                f" {resumed if isinstance(resumed, str) else _ELSEWHERE}. It begins the epoch's samples anew."
+                f" {resumed if isinstance(resumed, str) else _ELSEWHERE}. It begins the epoch's samples again."
             )
         elif isinstance(resumed, Pass):
             sampler.resumed = resumed
@@ -132,8 +132,8 @@ class LoaderPositions:
         elif within_epoch and is_stateful(dataloader) and places and not as_many:
             rank_zero_warn(
                 f"The checkpoint was saved within an epoch of {counted(len(of_ranks), 'rank')}, and there are"
-                f" {trainer.world_size} now. A data loader with a state of its own gets that of rank 0 on all ranks, as"
-                " under `ddp`: samples may come twice or never in this epoch."
+                f" {trainer.world_size} now. A data loader with its own state gets that of rank 0 on all ranks, as"
+                " under `ddp`. Samples may be repeated or left out in this epoch."
             )
 
     def _resumed(
@@ -150,7 +150,7 @@ class LoaderPositions:
         if as_many:
             return sampler.pass_at(positions[0]) or _OTHERS
         if not all(positions) or not sampler.shares_order:
-            return f"{counted(len(places), 'rank')} had samples of their own, and there are {trainer.world_size} now"
+            return f"{counted(len(places), 'rank')} had their own samples, and there are {trainer.world_size} now"
         return sampler.dealt(positions, trainer.global_rank, trainer.world_size) or _OTHERS
 
     def begin_training(self, trainer: Trainer) -> None:
@@ -243,10 +243,10 @@ class LoaderPositions:
             name, dataset = lost[0].__class__.__name__, getattr(lost[0], "dataset", None)
             over = "" if dataset is None else f" over {type(dataset).__name__}"
             rank_zero_warn(
-                f"A checkpoint is saved within an epoch without the place of a data loader ({name}{over}): a training"
-                " that resumes there begins its samples anew, so that some come twice and some never. Take torchdata's"
+                f"A checkpoint is saved within an epoch without the place of a data loader ({name}{over}). A training"
+                " that resumes there begins its samples again: some are repeated, some left out. Take torchdata's"
                 " `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it is used in two places, give"
-                " each a loader of its own."
+                " each a separate loader."
             )
 
     def release(self) -> None:

@@ -137,7 +137,7 @@ class Accumulation(Part):
         if self._loss_weight is not None and not self._module.automatic_optimization:
             self.say_once(
                 rank_zero_warn,
-                "`loss_weight` has no effect in manual optimization, where `training_step` returns after its backward:"
+                "`loss_weight` has no effect in manual optimization: `training_step` returns after its backward:"
                 " multiply the loss by it.",
             )
 

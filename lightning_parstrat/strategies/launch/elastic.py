@@ -86,9 +86,9 @@ def adopt_started(strategy: DDPStrategy, started: StartedRanks) -> None:
     if asked != started.ranks:
         rank_zero_warn(
             f"The Trainer asks for {counted(asked, 'rank')} (num_nodes={strategy.num_nodes} times"
-            f" {counted(strategy.num_processes, 'device')}), but torchrun has started {started.ranks}, and that number"
-            f" counts: a global batch is that of {counted(started.ranks, 'rank')} instead of {asked}, and the number of"
-            " steps in an epoch changes with it."
+            f" {counted(strategy.num_processes, 'device')}), but torchrun has started {started.ranks}. That number"
+            f" counts: a global batch is that of {counted(started.ranks, 'rank')}. The number of steps in an epoch"
+            " changes with it."
         )
     strategy.num_nodes = started.nodes
     strategy.parallel_devices = devices[: started.on_this_node]

@@ -214,7 +214,7 @@ def line_of_wait(signs: Sequence[Sign | None], seconds: float) -> tuple[Sign, st
         (waiting if is_there else others[_described(sign)]).append(rank)
     line = f"{names_of(waiting)} {'has' if len(waiting) == 1 else 'have'} waited {where.still:.0f} s {where}"
     if not others:
-        return where, f"{line}. All ranks are there, and none goes on: a connection or a disk is slow or cut off."
+        return where, f"{line}. All ranks are there, and none continues: a connection or a disk is slow or cut off."
     shown = [
         f"{names_of(ranks)}, {'which' if len(ranks) == 1 else 'each of which'} {described}"
         for described, ranks in list(others.items())[:4]

@@ -221,7 +221,7 @@ def others_drawn(folder: str) -> list[Any]:
     """On rank 1 alone others are drawn."""
     row = Row(lambda: loader(sampler=DrawsOthers() if dist.get_rank() else Permuted()), {**OWN, "max_epochs": 1})
     saved, resumed = fit(row, 0, Saves(folder, (4,))), fit(row, 0, path=f"{folder}/{SAVED}")
-    said = [one for one in resumed.said if "draws again are others" in one and "begins the epoch's samples anew" in one]
+    said = [one for one in resumed.said if "draws again are others" in one and "epoch's samples again" in one]
     return [len(said), len(saved.seen), resumed.seen]
 
 
@@ -258,7 +258,7 @@ LOST = {
     "(OwnClass over Numbered)": lambda: OwnClass(Numbered(), batch_size=4),
     "(DataLoader over Stream)": lambda: DataLoader(Stream(), batch_size=4),
     "(Plain)": Plain,
-    "used in two places, give each a loader of its own": twice,
+    "used in two places, give each a separate loader": twice,
     "nothing": loader,
 }
 
@@ -270,7 +270,7 @@ def warnings_of_lost(folder: str) -> dict[str, list[str]]:
         row, own = Row(make, {**OWN, "max_epochs": 1}), f"{folder}/{len(found)}"
         saved, resumed = fit(row, 0, Saves(own, (2, 3))), fit(row, 0, path=f"{own}/{SAVED}")
         found[name] = [one for one in saved.said if "without the place of a data loader" in one]
-        found[name] += [one for one in resumed.said if "begins the epoch's samples anew" in one]
+        found[name] += [one for one in resumed.said if "begins the epoch's samples again" in one]
     return found
 
 

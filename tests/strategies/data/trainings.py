@@ -116,7 +116,7 @@ def differences(folder: str, row: Row, expected: Training, saved: Mapping[str, i
         begun = len(expected.seen) - len(actual.seen)
         same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
         difference = distance(actual.parameters, expected.parameters[: len(actual.parameters)])
-        doubts = [one for one in actual.said if "resuming from a checkpoint" in one or "anew" in one]
+        doubts = [one for one in actual.said if "resuming from a checkpoint" in one or "samples again" in one]
         if not same or difference != 0 or doubts:
             found[f"{folder} {name}"] = (batches, begun, same, difference, doubts)
     return found
