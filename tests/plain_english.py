@@ -1,4 +1,4 @@
-"""Checks sentences by the rules of CONTRIBUTING.md that a program can check: ``python -m tests.plain_english [file]``."""
+"""Checks text by those rules of CONTRIBUTING.md that a program can check: ``python -m tests.plain_english [file]``."""
 
 import ast
 import re
