@@ -26,7 +26,6 @@ LONG_FILES = (
     "test_fake_ranks.py",
     "test_dataloaders.py",
     "test_registration.py",
-    "test_example_configs.py",
     "test_nonfinite.py",
     "test_wheel.py",
     "test_examples.py",

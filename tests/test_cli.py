@@ -1,6 +1,6 @@
 """The strategies under Lightning's own command line, whose parser reads their signatures.
 
-``test_example_configs.py`` trains by it.
+``test_examples.py`` trains by it.
 """
 
 import inspect

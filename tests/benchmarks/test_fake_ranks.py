@@ -12,12 +12,11 @@ from benchmarks.scale.run import growth, markdown, rows
 from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = [8, 64, 512]
 BUCKETS = [16, 16, 16, 12]
 """Tensors of 16 KiB in each bucket of 0.25 MiB."""
 BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
-AGREEMENTS = {"setup": 8, "step": 1}
-"""Whether modules and plans are the same, what can be sharded, who shares a node and so on; in a step, one message."""
+AGREEMENTS = 8
+"""Of a setup: whether modules and plans are the same, what can be sharded, who shares a node and so on."""
 
 
 def counted_by(folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -34,59 +33,42 @@ def by_rank(played: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any
     return {(one["size"], one["rank"]): one["counters"] for one in played}
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    asked = ["--sizes", *map(str, SIZES), "--ranks", "0", "37", "--saves", "none"]
-    return counted_by(tmp_path_factory.mktemp("steps"), *asked)
-
-
 def doublings(size: int) -> int:
     """Messages of a rank in an exchange of all."""
     return int(math.log2(size))
 
 
 @pytest.mark.slow
-def test_a_step_sends_what_the_formulas_say_on_whatever_rank(steps: list[dict[str, Any]]) -> None:
-    for where, counters in by_rank(steps).items():
-        step = counters["step"]
+@pytest.mark.parametrize(
+    ("sizes", "layout", "more"),
+    [
+        ("8 64 512", "", {}),
+        ("64 512", "--partition parameter", {"gradients all_to_all": 4, "parameters all_to_all": 4}),
+        ("64 512", "--shard-group 8", {"gradients all_reduce": 4}),
+    ],
+    ids=["elements", "whole parameters", "shard groups"],
+)
+def test_a_step_sends_what_the_formulas_say_on_whatever_rank(
+    sizes: str, layout: str, more: dict[str, int], tmp_path: Path
+) -> None:
+    asked = f"--sizes {sizes} --ranks 0 37 --saves none {layout}"
+    for (size, rank), counters in by_rank(counted_by(tmp_path, *asked.split())).items():
+        step, setup = counters["step"], counters["setup"]
         # One collective a bucket each way, one message of control, and nothing else.
         launches = {
             name: number for name, number in step["launches"].items() if name.split()[1] not in ("send", "recv")
         }
-        assert launches == {"gradients reduce_scatter": len(BUCKETS), "parameters all_gather": len(BUCKETS)}, where
-        assert step["messages"] == doublings(where[0]), where
-        assert step["metadata_bytes"] == step["groups"] == 0, where
-
-
-@pytest.mark.slow
-def test_set_up_sends_no_more_than_some_agreements(steps: list[dict[str, Any]]) -> None:
-    for (size, rank), counters in by_rank(steps).items():
-        assert counters["setup"]["messages"] == AGREEMENTS["setup"] * doublings(size)
-        # What is received is who shares a node, and on other ranks than 0 the first weights.
-        weights = sum(BUCKETS) * 2**14 if rank else 0
-        assert counters["setup"]["groups"] == 4 and counters["setup"]["largest_receive_bytes"] <= weights + 8 * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "more"),
-    [
-        (["--partition", "parameter"], {"gradients all_to_all": 4, "parameters all_to_all": 4}),
-        (["--shard-group", "8"], {"gradients all_reduce": 4}),
-    ],
-    ids=["whole parameters", "shard groups"],
-)
-def test_a_step_of_other_layouts(arguments: list[str], more: dict[str, int], tmp_path: Path) -> None:
-    asked = ["--sizes", "64", "512", "--ranks", "0", "37", "--saves", "none"]
-    for (size, _), counters in by_rank(counted_by(tmp_path, *asked, *arguments)).items():
-        step = counters["step"]
-        launches = {
-            name: number for name, number in step["launches"].items() if name.split()[1] not in ("send", "recv")
-        }
-        assert launches == {"gradients reduce_scatter": 4, "parameters all_gather": 4, **more}
+        expected = {"gradients reduce_scatter": len(BUCKETS), "parameters all_gather": len(BUCKETS), **more}
+        assert launches == expected, (size, rank)
         assert step["messages"] == doublings(size)
         # An owner of whole matrices receives what it owns, and its equal part; N copies would be far more.
         assert step["largest_receive_bytes"] <= 2 * BUCKET_BYTES
+        if not layout:
+            assert step["metadata_bytes"] == step["groups"] == 0
+            assert setup["messages"] == AGREEMENTS * doublings(size)
+            # What is received is who shares a node, and on other ranks than 0 the first weights.
+            weights = sum(BUCKETS) * 2**14 if rank else 0
+            assert setup["groups"] == 4 and setup["largest_receive_bytes"] <= weights + 8 * size
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.late import delayed, late
 from tests.strategies.odd import Blocks
-from tests.strategies.parity import by_flag, largest_difference, train
+from tests.strategies.parity import by_flag, largest_difference, looks_at_no_gradient, train
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "by flag": by_flag,
@@ -60,6 +60,7 @@ def test_captured_blocks_replay_with_what_was_stepped(
     assert ranks.run(1, compare_captured, strategy, arguments)[0] <= TOLERANCE
 
 
+@looks_at_no_gradient
 class Keeps(Callback):
     """What a checkpoint of each step should hold."""
 
@@ -69,10 +70,6 @@ class Keeps(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         weights, optimizer = pl_module.state_dict(), trainer.optimizers[0].state_dict()["state"]
         self.states[trainer.global_step] = on_host({"weights": weights, "state": optimizer})
-
-
-# It looks at no gradient.
-Keeps.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def on_host(value: Any) -> Any:

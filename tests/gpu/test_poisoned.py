@@ -18,6 +18,7 @@ from tests.strategies.late import LateZeRO1, delayed, late
 from tests.strategies.parity import (
     Run,
     largest_difference,
+    looks_at_no_gradient,
     make_trainer,
 )
 
@@ -26,6 +27,7 @@ KINDS: dict[str, Callable[..., LateZeRO1]] = {"until waited for": late, "for a w
 Read = Callable[[list[Tensor]], list[Tensor]]
 
 
+@looks_at_no_gradient
 class Reads(Callback):
     """Reads parameters right after a step, when they are on their way: in one of several ways."""
 
@@ -37,10 +39,6 @@ class Reads(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.parameters.append(self.read(list(pl_module.parameters())))
         self.losses.append(outputs["loss"].detach().clone())
-
-
-# It looks at no gradient.
-Reads.__module__ = Reads.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def at_once(parameters: list[Tensor]) -> list[Tensor]:
@@ -106,6 +104,7 @@ def test_whoever_reads_after_a_step_gets_what_was_stepped(ranks: RankPool, read:
     assert difference <= FP32 and under_way > 0
 
 
+@looks_at_no_gradient
 class ReadsTooEarly(Callback):
     """Past the parameters, by views that were taken before: nothing can see that."""
 
@@ -115,9 +114,6 @@ class ReadsTooEarly(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         for bucket in trainer.strategy._engine.buckets:
             self.saw_nan |= bool(bucket.flat.isnan().any())
-
-
-ReadsTooEarly.__module__ = ReadsTooEarly.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def read_too_early() -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,6 @@ def test_batch_norm_is_synchronised_as_under_ddp(two: RankPool, cuda: str) -> No
         assert difference <= FP64 and without > 1e-3
 
 
-@pytest.fixture(scope="module")
-def over_gloo(device: str) -> Iterator[RankPool]:
-    pool = RankPool(device, "gloo")
-    yield pool
-    pool.close()
-
-
 def refusal() -> str:
     try:
         fit(Layers(), by_flag(process_group_backend="gloo"))
@@ -52,9 +44,11 @@ def refusal() -> str:
 
 
 @pytest.mark.slow
-def test_gloo_is_refused_before_training_where_parameters_are_on_a_gpu(over_gloo: RankPool) -> None:
+def test_gloo_is_refused_before_training_where_parameters_are_on_a_gpu(device: str) -> None:
+    over_gloo = RankPool(device, "gloo")
     refused = over_gloo.run(2, refusal)
-    if over_gloo.device == "cpu":
+    over_gloo.close()
+    if device == "cpu":
         assert refused == ["", ""]
     else:
         assert all("process_group_backend" in said and "NCCL" in said for said in refused), refused

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
-from tests.strategies.parity import make_trainer, whole
+from tests.strategies.parity import looks_at_no_gradient, make_trainer, whole
 from tests.strategies.zoo import OptimizerFactory, adamw
 
 
@@ -76,6 +76,7 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
+@looks_at_no_gradient
 class MostHeld(Callback):
     """Bytes on the device between steps and at most, after the steps that plan; 0 on CPU.
 
@@ -118,6 +119,7 @@ WAITS = (
 STEADY = "steady steps"
 
 
+@looks_at_no_gradient
 class HostWaits(Callback):
     """Counts what the host waits for in some micro-batches, after those that plan.
 
@@ -161,16 +163,6 @@ class HostWaits(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if devices.kind() == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-
-
-# They look at no gradient: "auto" decides as for callbacks of Lightning's.
-for _class, _names in (
-    (MostHeld, ("on_train_batch_start", "on_train_end")),
-    (HostWaits, ("on_train_batch_start", "on_exception")),
-):
-    _class.__module__ = "lightning.pytorch.callbacks"
-    for _name in _names:
-        getattr(_class, _name).__module__ = "lightning.pytorch.callbacks"
 
 
 def host_waits(trace: Any) -> tuple[Counter[str], int]:

@@ -136,6 +136,18 @@ def third_party(optimizer: Callable[..., Optimizer], module: type[zoo.Zoo] = zoo
     return Case(module, optimizer, needs="pytorch_optimizer", **{**defaults, **more})
 
 
+def by_loss(module: type[zoo.Zoo] = zoo.MLP, **more: Any) -> Case:
+    """By LBFGS, which evaluates its closure again."""
+    defaults = {"optimizer": lbfgs, "trainer": DOUBLE, "tolerance": FP64, "world_sizes": (2, 3)}
+    return Case(module, zero3=NEEDS_CLOSURE, **{**defaults, **more})
+
+
+def in_16_bits(precision: str, tolerance: float) -> Case:
+    """By an optimizer whose step is as large as the gradient: what is wrong with that is more than what is rounded."""
+    narrow = {"trainer": {"precision": precision}, "strategy": {"master_weights": False}}
+    return Case(zoo.MLP, sgd, oracle="ddp", tolerance=tolerance, world_sizes=(2, 3), **narrow)
+
+
 ROOT, UNITS = {"min_num_params": 10**9}, {"min_num_params": 0}
 """All parameters are gathered for a whole step; or those of blocks by themselves."""
 STAY, ONE_BY_ONE = {"reshard_after_forward": False}, {"auto_wrap_policy": ["Linear"]}
@@ -242,11 +254,11 @@ CASES = {
     ),
     "frozen between backward and step": Case(odd.FrozenBetween, oracle="ddp"),
     "a parameter moves over": Case(odd.MovesOver, oracle="ddp"),
-    "state of no parameter": Case(odd.ReloadsState, odd.CountsSteps),
+    "state of no parameter": Case(odd.ReloadsState, odd_optimizers.CountsSteps),
     # Under zero3_custom ranks that run a backward more wait for the others.
     "inner backward": Case(odd.InnerBackward, oracle="ddp", zero3=None),
     "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}, zero3=None),
-    "zeroes without a choice": Case(zoo.MLP, odd.ZeroesWithoutChoice),
+    "zeroes without a choice": Case(zoo.MLP, odd_optimizers.ZeroesWithoutChoice),
     "another optimizer takes over": Case(odd.MoreOptimizers),
     "clip by value, fewer parameters than ranks": Case(
         zoo.BareParameters, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -277,54 +289,19 @@ CASES = {
     "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
     "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList, ddp_tuned=WAITS),
     # Those that evaluate their closure again.
-    "lbfgs": Case(zoo.MLP, lbfgs, trainer=DOUBLE, tolerance=FP64, zero3=NEEDS_CLOSURE),
-    "lbfgs, line search": Case(
-        zoo.MLP, searching, trainer=DOUBLE, tolerance=1e-7, world_sizes=(2, 3), zero3=NEEDS_CLOSURE
-    ),
-    "lbfgs, clipped": Case(
-        zoo.Unused,
-        lbfgs,
-        trainer={**DOUBLE, **CLIP},
-        tolerance=FP64,
-        world_sizes=(2, 3),
-        ddp_tuned=WAITS,
-        zero3=NEEDS_CLOSURE,
-    ),
-    "lbfgs, accumulated": Case(
-        zoo.MLP,
-        lbfgs,
-        trainer={**DOUBLE, "accumulate_grad_batches": 2},
-        oracle="ddp",
-        tolerance=FP64,
-        world_sizes=(2,),
-        zero3=NEEDS_CLOSURE,
-    ),
+    "lbfgs": by_loss(world_sizes=(1, 2, 3)),
+    "lbfgs, line search": by_loss(optimizer=searching, tolerance=1e-7),
+    "lbfgs, clipped": by_loss(zoo.Unused, trainer=CLIPPED_DOUBLE, ddp_tuned=WAITS),
+    "lbfgs, accumulated": by_loss(trainer={**DOUBLE, **WINDOW}, oracle="ddp", world_sizes=(2,)),
     "closure twice": Case(zoo.MLP, odd_optimizers.ClosureTwice),
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),
     "needs the loss": Case(zoo.MLP, odd_optimizers.NeedsTheLoss),
     "replaced step": Case(zoo.MLP, odd_optimizers.replaced_step),
     "globally scaled, hidden gan": Case(zoo.Adversarial, odd_optimizers.GloballyScaled, oracle="ddp"),
     "fused, a scaler": Case(zoo.MLP, fused, trainer={"fp16": True}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)),
-    # Low precision without master weights is DDP's.
-    "16-true": Case(
-        zoo.MLP,
-        sgd,
-        trainer={"precision": "16-true"},
-        oracle="ddp",
-        tolerance=0.01,
-        world_sizes=(2, 3),
-        strategy={"master_weights": False},
-    ),
-    "bf16-true": Case(
-        zoo.MLP,
-        # Its step is as large as the gradient: what is wrong with that is more than what is rounded.
-        sgd,
-        trainer={"precision": "bf16-true"},
-        oracle="ddp",
-        tolerance=0.04,
-        world_sizes=(2, 3),
-        strategy={"master_weights": False},
-    ),
+    # Without master weights, as DDP has none.
+    "16-true": in_16_bits("16-true", 0.01),
+    "bf16-true": in_16_bits("bf16-true", 0.04),
     # Shards: what is held, and written within a step.
     "shards: a penalty on the root": of_shards(for_shards.Penalised, ROOT),
     "shards: graphs are kept": of_shards(for_shards.KeepsGraphs),

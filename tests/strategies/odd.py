@@ -1,7 +1,6 @@
 """Modules and optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -430,14 +429,6 @@ class InnerBackward(MLP):
                 self.compute_loss(batch.clone()).backward()
 
 
-class ZeroesWithoutChoice(torch.optim.SGD):
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.05)
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        super().zero_grad()
-
-
 class MoreOptimizers(MLP):
     """Another optimizer takes over in the middle of training."""
 
@@ -477,19 +468,6 @@ class MovesOver(StepsByHand, MLP):
 
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2].parameters())]
-
-
-class CountsSteps(torch.optim.SGD):
-    """Keeps something in its state that belongs to no parameter."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.05)
-
-    def step(self, closure: Any = None) -> Any:
-        self.state["count"] = self.state.get("count", 0) + 1
-        for group in self.param_groups:
-            group["lr"] = 0.05 / self.state["count"]
-        return super().step(closure)
 
 
 class ReloadsState(MLP):

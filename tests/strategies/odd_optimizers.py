@@ -8,6 +8,20 @@ from torch.optim import Optimizer
 
 from tests.strategies.zoo import adamw
 
+Closure = Callable[[], Any] | None
+
+
+def loss_by(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure() if closure is not None else None
+
+
+class PlainSGD(torch.optim.SGD):
+    """Base: without momentum, so that a step is the gradient."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
 
 class OddOptimizer:
     """Has an optimizer's methods without being one of torch's."""
@@ -27,9 +41,8 @@ class OddOptimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_by(closure)
         for parameter in self.param_groups[0]["params"]:
             parameter -= 0.05 * parameter.grad
         return loss
@@ -42,9 +55,8 @@ class GloballyScaled(Optimizer):
         super().__init__(parameters, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_by(closure)
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([parameter.grad.norm() for parameter in stepped]).norm()
         for parameter in stepped:
@@ -52,84 +64,80 @@ class GloballyScaled(Optimizer):
         return loss
 
 
-class KeepsItsOwnList(torch.optim.SGD):
+class KeepsItsOwnList(PlainSGD):
     def __init__(self, parameters: Iterable[Any]) -> None:
         self.kept = list(parameters)
-        super().__init__(self.kept, lr=0.05)
+        super().__init__(self.kept)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_by(closure)
         for parameter in self.kept:
             if parameter.grad is not None:
                 parameter -= 0.05 * parameter.grad
         return loss
 
 
-class HasModes(torch.optim.SGD):
+class HasModes(PlainSGD):
     """Schedule-free averaging in outline: `eval` puts averages into the parameters, `train` takes them out again."""
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.05)
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         loss = super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.3)
         return loss
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def train(self) -> None:
         for parameter in self.param_groups[0]["params"]:
             if "average" in self.state[parameter]:
                 parameter.data, self.state[parameter]["average"] = self.state[parameter]["average"], parameter.data
 
-    def train(self) -> None:
-        self._swap()
-
     def eval(self) -> None:
-        self._swap()
+        self.train()
 
 
-class NeedsTheLoss(torch.optim.SGD):
+class NeedsTheLoss(PlainSGD):
     """A step that ends by a rule on the loss must be given one."""
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.05)
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         if closure is None:
             raise ValueError("this optimizer steps by the loss")
-        with torch.enable_grad():
-            loss = closure()
-        if not torch.isfinite(loss):
-            return loss
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter -= 0.05 * parameter.grad
+        loss = loss_by(closure)
+        if torch.isfinite(loss):
+            super().step()
         return loss
 
 
-class ClosureTwice(torch.optim.SGD):
+class ClosureTwice(PlainSGD):
     """Looks from where it has stepped, and steps by what it sees there."""
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.05)
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         if closure is None:
             raise ValueError("there is nothing to look by")
-        with torch.enable_grad():
-            loss = closure()
+        loss = loss_by(closure)
         super().step()
-        with torch.enable_grad():
-            closure()
+        loss_by(closure)
         super().step()
         return loss
+
+
+class ZeroesWithoutChoice(PlainSGD):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+class CountsSteps(PlainSGD):
+    """Keeps something in its state that belongs to no parameter."""
+
+    def step(self, closure: Closure = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / self.state["count"]
+        return super().step(closure)
 
 
 def replaced_step(parameters: Iterable[Any]) -> Optimizer:
@@ -137,7 +145,7 @@ def replaced_step(parameters: Iterable[Any]) -> Optimizer:
     optimizer = adamw(parameters)
     step = optimizer.step
 
-    def half_a_step(closure: Callable[[], Any] | None = None) -> Any:
+    def half_a_step(closure: Closure = None) -> Any:
         for group in optimizer.param_groups:
             group["lr"] = 0.005
         return step(closure)

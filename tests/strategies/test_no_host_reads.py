@@ -18,7 +18,7 @@ from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.parity import make_trainer, zero1
+from tests.strategies.parity import looks_at_no_gradient, make_trainer, zero1
 
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"}
 METHODS = ("tolist", "numpy", "cpu")
@@ -64,6 +64,7 @@ class HostReads(TorchDispatchMode):
         return patch.object(Tensor, name, call)
 
 
+@looks_at_no_gradient
 class Watch(Callback):
     """From the sixth batch to the tenth: two windows of two, or four steps."""
 
@@ -80,10 +81,6 @@ class Watch(Callback):
         if batch_idx == 9:
             self.watching.close()
             self.steps.append(trainer.global_step)
-
-
-# No user, who might look at gradients.
-Watch.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 class Native(ZeRO1Strategy):
@@ -105,14 +102,13 @@ class Sixteen(zoo.MLP):
         return super().compute_loss(batch.to(self.net[0].weight.dtype))
 
 
+@looks_at_no_gradient
 class ReadsNorm(zoo.MLP):
     """What the test must find."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         float(self.trainer.strategy.grad_norm)
 
-
-ReadsNorm.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 CLIP = {"gradient_clip_val": 0.1}
 CASES: dict[str, tuple[type[zoo.Zoo], dict[str, Any], dict[str, Any]]] = {

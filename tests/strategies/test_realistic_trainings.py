@@ -8,6 +8,7 @@ under ``ddp``.
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy
@@ -23,7 +24,7 @@ from tests import devices
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.parity import ddp, make_trainer, whole
+from tests.strategies.parity import ddp, looks_at_no_gradient, make_trainer, whole
 
 STEPS, ACCUMULATED, EPOCHS = 60, 3, 2
 BATCHES = STEPS * ACCUMULATED // EPOCHS
@@ -123,6 +124,7 @@ TOLERANCES = {
 }
 
 
+@looks_at_no_gradient
 class Looks(Callback):
     """Notes the values that training begins with, all losses, and generators' states as far as the third step."""
 
@@ -144,10 +146,6 @@ class Looks(Callback):
         numbers = [str(one) for one in (random.getstate(), numpy.random.get_state())]
         numbers += [str(torch.cuda.get_rng_state().tolist())] if devices.kind() == "cuda" else []
         self.generators.append([torch.get_rng_state().tolist(), *numbers])
-
-
-# It looks at no gradient.
-Looks.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
@@ -190,14 +188,9 @@ def train(make: Callable[[], Real], strategy: Any, precision: str) -> Trained:
     return Trained(looks, values_of(module))
 
 
-_EXPECTED: dict[Any, Trained] = {}
-
-
-def by_ddp(name: str, precision: str) -> Trained:
-    key = (name, precision, dist.get_world_size())
-    if key not in _EXPECTED:
-        _EXPECTED[key] = train(MODULES[name], ddp(), precision)
-    return _EXPECTED[key]
+@cache
+def by_ddp(name: str, precision: str, world_size: int) -> Trained:
+    return train(MODULES[name], ddp(), precision)
 
 
 def apart(actual: Trained, expected: Trained) -> float:
@@ -219,7 +212,7 @@ class Found(NamedTuple):
 
 
 def compare(name: str, strategy: str, precision: str) -> Found:
-    expected = by_ddp(name, precision)
+    expected = by_ddp(name, precision, dist.get_world_size())
     actual = train(MODULES[name], strategy, precision)
     torch.manual_seed(SEED)
     of_rank_0 = list(MODULES[name]().state_dict().values())

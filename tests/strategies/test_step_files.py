@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import lightning_parstrat
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import train
+from tests.strategies.parity import looks_at_no_gradient, train
 
 PACKAGE = Path(lightning_parstrat.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
@@ -21,6 +21,7 @@ MOST = {"zero1_custom": 30, "ddp_tuned": 23}
 """Files, by flag."""
 
 
+@looks_at_no_gradient
 class Traces(Callback):
     """Notes what the training's thread calls from one batch's start to the next one's."""
 
@@ -34,10 +35,6 @@ class Traces(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         sys.setprofile(self.note if batch_idx == STEADY else None)
-
-
-# It looks at no gradient.
-Traces.on_train_batch_start.__module__ = "lightning.pytorch.callbacks"
 
 
 def calls_of_a_step(flag: str) -> list[tuple[str, str]]:

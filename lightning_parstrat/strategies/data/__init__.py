@@ -1,1 +1,1 @@
-"""Training data: equally many batches on every rank, and the place in an epoch from which a training resumes."""
+"""Training data. Each rank trains on equally many batches, and a training resumes within an epoch."""
