@@ -32,7 +32,7 @@ def main(names: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
         copy = Path(folder)
         copy_project(copy)
-        code, said = _run_tests(copy, sorted({test for fault in chosen for test in fault.tests}), True, None)
+        code, said = _run_tests(copy, sorted({f"tests/{fault.test}" for fault in chosen}), True, None)
         if code != 0:
             print(f"{said}\nwithout any fault these tests fail already")
             return 1
@@ -62,7 +62,7 @@ def _is_found(copy: Path, fault: Fault) -> bool:
     start = time.monotonic()
     before = apply(fault, copy / PACKAGE)
     try:
-        code, said = _run_tests(copy, fault.tests, fault.slow)
+        code, said = _run_tests(copy, [f"tests/{fault.test}"], bool(fault.slow))
     finally:
         (copy / PACKAGE / fault.file).write_text(before)
     # 1 is for tests that failed; whatever else goes wrong has another code.
