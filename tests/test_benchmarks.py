@@ -42,6 +42,11 @@ def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) 
     assert times["zero1_custom"]["ratio_to_limit"] > 0
 
 
+def test_the_hook_of_import_torch_imports_nothing_heavy(tmp_path: Path) -> None:
+    result = run_benchmark("import_hook", ["--processes", "3"], tmp_path)
+    assert len(result["seconds"]) == 3 and all(name.startswith("lightning_parstrat") for name in result["imported"])
+
+
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     result = run_benchmark("memory", [*TINY, "--width", "64", "--strategies", "ddp", "zero1_custom"], tmp_path)

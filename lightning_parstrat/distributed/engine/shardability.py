@@ -36,7 +36,7 @@ from lightning_parstrat.distributed.torch_compat import (
     without_step_hooks,
 )
 
-_AGAIN = "between two evaluations every rank needs all parameters as they are by then"
+_AGAIN = "evaluates the closure again within a step, on all parameters"
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
@@ -48,7 +48,7 @@ _SAME = 1e-3
 """Relative to the largest step of a parameter. Rounding stays far below, any dependence seen far above."""
 
 
-_ANOTHER_OPTIMIZER = "What moves each parameter by its own gradient alone is sharded, such as torch.optim.AdamW."
+_ANOTHER_OPTIMIZER = "Optimizers that step each parameter by its own gradient are sharded, such as torch.optim.AdamW."
 
 
 class ShardingDecision(NamedTuple):
@@ -95,9 +95,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
     try:
         return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
     except ClosureEvaluatedAgainError:
-        return ShardingDecision(
-            None, f"it evaluates its closure more than once per step, and {_AGAIN}", _ANOTHER_OPTIMIZER
-        )
+        return ShardingDecision(None, f"it {_AGAIN}", _ANOTHER_OPTIMIZER)
 
 
 def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
@@ -159,7 +157,7 @@ def _try_out(optimizer: Optimizer) -> ShardingDecision:
     if found.alike:
         return ShardingDecision("parameter")
     if found.alike is not None:
-        return ShardingDecision(None, "how it moves one parameter depends on the others", _ANOTHER_OPTIMIZER)
+        return ShardingDecision(None, "the step of one parameter depends on others", _ANOTHER_OPTIMIZER)
     if not found.error:
         # An optimizer that uses a gradient in the middle of a step does that: a promise would train it wrong.
         return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy", _ANOTHER_OPTIMIZER)

@@ -288,10 +288,11 @@ class Accumulation(Part):
         self._skipped_steps += 1
         if self._clipper is not None:
             self._clipper.skip_step(optimizer)
+        said = f"{self._ranks.flag}: step {self._trainer.global_step} is skipped"
         if self._is_weightless:
-            rank_zero_warn("All `loss_weight`s of a step were 0: it is skipped.")
+            rank_zero_warn(f"{said}. Every `loss_weight` of it was 0.")
         elif self._policy.nonfinite_grads == "skip":
-            rank_zero_warn(f"Gradients were not finite: the step is skipped, as {self._skipped_steps} were by now.")
+            rank_zero_warn(f"{said} ({self._skipped_steps} so far). Its gradients were not finite.")
 
     @override
     def teardown(self) -> None:
