@@ -50,7 +50,7 @@ def playing(recorder: Recorder, rank: int, size: int, ranks_per_node: int = 8) -
         mock.patch.object(dist, "scatter_object_list", others.scatter),
         *_naming_groups(recorder),
         *_everywhere(backends.make_collectives, _native(recorder, backends.make_collectives)),
-        mock.patch.object(backends, "streams_of", lambda _: Streams()),
+        mock.patch.object(backends, "Streams", lambda _: Streams()),
     ]
     for name in ("reduce_scatter", "all_gather"):
         replaced.append(mock.patch.object(Collectives, name, _as_one(recorder, getattr(Collectives, name))))
@@ -94,7 +94,6 @@ def _at_once(self: ExchangeThreads, exchange: Exchange) -> None:
     """What threads would do when messages have arrived is done at once, and only costs this host its calls."""
     while not exchange.has_ended:
         exchange.go_on()
-    exchange.end()
 
 
 def _naming_groups(recorder: Recorder) -> list[Any]:

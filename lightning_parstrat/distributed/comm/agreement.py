@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Tag
-from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.comm.work import Exchange, marked
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def wait_for_all(control: Collectives) -> None:
     """
     here = torch.zeros(1, dtype=torch.uint8)
     with marked("lightning_parstrat: wait for all ranks"):
-        control.combine(here, lambda lower, _: lower, Tag.BARRIER).wait()
+        Exchange(control.doubling(here, lambda lower, _: lower, Tag.BARRIER)).wait()
 
 
 def all_or_none(

@@ -25,7 +25,7 @@ from lightning_parstrat.distributed.comm.collectives import (
     real_view,
 )
 from lightning_parstrat.distributed.comm.process_groups import subgroup
-from lightning_parstrat.distributed.comm.work import DONE, Exchange, Steps, Transfers, Work, as_work, streams_of
+from lightning_parstrat.distributed.comm.work import DONE, Exchange, Steps, Streams, Transfers, Work
 
 
 def make_collectives(
@@ -135,12 +135,13 @@ class NativeCollectives(Collectives):
         if shard.dtype != buffer.dtype:
             return Exchange(self._exchange_and_sum(buffer, shard))
         group = existing(self._mates_group)
-        return as_work(_reduce_scatter_single(real_view(shard), real_view(buffer), group=group, async_op=True))
+        work: Work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=group, async_op=True)
+        return work
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Steps:
         """A sum in a wider dtype than that of the data. A reduce-scatter would round partial sums at every rank."""
         received, group = torch.empty_like(buffer), existing(self._mates_group)
-        yield as_work(dist.all_to_all_single(real_view(received), real_view(buffer), group=group, async_op=True))
+        yield _all_to_all(real_view(received), real_view(buffer), group=group, async_op=True)
         torch.sum(received.view(self.shard_count, -1), 0, dtype=shard.dtype, out=shard)
 
     def _sum_between_groups(self, shard: Tensor) -> Work:
@@ -151,7 +152,7 @@ class NativeCollectives(Collectives):
         self.traffic.all_reduce_bytes += sent * shard.element_size()
         # Made at the first sum: parameters are only gathered.
         holders = subgroup(self.group, self.shard_groups.holders(self.rank))
-        return as_work(holders.allreduce([real_view(shard)]))
+        return holders.allreduce([real_view(shard)])
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
@@ -172,12 +173,13 @@ class NativeCollectives(Collectives):
     def _gather_evenly(self, buffer: Tensor, part: Tensor) -> Work:
         self.traffic.all_gather_bytes += buffer.nbytes - part.nbytes
         group = existing(self._mates_group)
-        return as_work(_all_gather_single(real_view(buffer), real_view(part), group=group, async_op=True))
+        work: Work = _all_gather_single(real_view(buffer), real_view(part), group=group, async_op=True)
+        return work
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
         """Within it, waits are made beside the caller's stream, after the work that it has queued."""
-        streams = streams_of(device)
+        streams = Streams(device)
         launching = streams.current()
         self._side = self._side or streams.another()
         with streams.on(self._side):
@@ -191,8 +193,8 @@ class NativeCollectives(Collectives):
         sent = [width * size for size in _sizes_by_rank(wanted, had[shard], had[shard + 1])]
         group = existing(self._mates_group)
         # Both are parts of one buffer, in its order, and so are the messages: nothing need be sorted.
-        work = dist.all_to_all_single(real_view(target), real_view(source), received, sent, group=group, async_op=True)
-        return as_work(work)
+        work: Work = _all_to_all(real_view(target), real_view(source), received, sent, group=group, async_op=True)
+        return work
 
     def _bytes_away(self, source: Tensor, had: Sequence[int], wanted: Sequence[int]) -> int:
         own = self.place.shard
@@ -211,4 +213,5 @@ def _sizes_by_rank(bounds: Sequence[int], start: int, stop: int) -> list[int]:
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch's collectives of single tensors."""
+_all_to_all: Any = dist.all_to_all_single
+"""torch's collectives of single tensors, which return a handle if they are asynchronous."""

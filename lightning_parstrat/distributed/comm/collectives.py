@@ -43,7 +43,6 @@ from lightning_parstrat.distributed.comm.work import (
     Message,
     Steps,
     Work,
-    as_work,
     launch,
 )
 
@@ -259,32 +258,23 @@ class Collectives(ABC):
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
         # This does the same as `dist.all_reduce`, with a sixth of the calls of Python.
-        return as_work(self.group.allreduce([tensor], how))
+        return self.group.allreduce([tensor], how)
 
     def _reduce_on_host(self, tensor: Tensor, combine: Combine) -> Steps:
-        tensor.copy_((yield from self._doubling(tensor, combine, Tag.SMALL_REDUCTION)))
+        tensor.copy_((yield from self.doubling(tensor, combine, Tag.SMALL_REDUCTION)))
 
-    def combine(self, own: Tensor, combine: Combine, tag: int, threads: ExchangeThreads | None = None) -> Exchange:
-        """Combines messages on the host over all ranks. The result is the same on all, to the last bit.
-
-        The first message is sent now. The thread that waits sends the others, or separate threads from now on.
+    def doubling(self, message: Tensor, combine: Combine, tag: int) -> Steps:
+        """The steps of an exchange that combines messages on the host over all ranks, to the same bits on all.
 
         Args:
-            own: This rank's message: contiguous, and of the same length on all ranks. It must not change before the
-                exchange has ended.
+            message: This rank's: contiguous, and of the same length on all ranks. It must not change before the end.
             combine: Makes one message of two.
             tag: All exchanges of one tag are made by all ranks in the same order.
-            threads: Complete the exchange.
         """
-        exchange = Exchange(self._doubling(own, combine, tag), threads)
-        exchange.hand_over()
-        return exchange
-
-    def _doubling(self, message: Tensor, combine: Combine, tag: int) -> Steps:
         for peer, sends, receives in doubling_steps(self.rank, self.world_size):
             received = torch.empty_like(message)
             messages = [Message(False, received, peer)] * receives + [Message(True, message, peer)] * sends
-            yield launch(self.group, messages, tag, message, received)
+            yield launch(self.group, messages, tag)
             if receives and not sends and peer < self.rank:
                 # The answer, which already contains this rank's message.
                 message = received
@@ -334,9 +324,6 @@ Chunks = Mapping[int, Sequence[Tensor]]
 Tags = Iterator[int]
 """Tags of one exchange, a new one for each of its steps: another thread launches each step."""
 
-Schedule = Sequence[tuple[int, int]]
-"""The ranks to which a rank sends and from which it receives, step by step. It is found once, not for each bucket."""
-
 _SUMMED_BY_WAITER = 2**19
 """Bytes of a buffer that is summed in some 50 microseconds. A thread takes longer to wake up."""
 
@@ -357,14 +344,15 @@ class PairwiseCollectives(Collectives):
         self._threads = ExchangeThreads("exchange of chunks")
         self._has_several_steps = self.place.copies > 1
         self._holders = self.shard_groups.holders(self.rank)
-        self._with_mates, self._with_holders = map(self._schedule, (self.mates, self._holders))
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        has_several_steps = self._has_several_steps or not isinstance(bounds, range)
-        exchange = Exchange(self._sum(buffer, shard, bounds), self._threads)
+        is_even, tags = isinstance(bounds, range), count(Tag.EXCHANGE)
+        # If even, this very generator: a generator around it would keep the buffer for longer.
+        steps = self._sum_evenly if is_even else self._sum_for_owners
+        exchange = Exchange(steps(buffer, shard, bounds, tags), self._threads)
         # By threads: they sum as soon as the chunks have arrived, while this thread computes the rest of backward.
-        if has_several_steps or buffer.nbytes > _SUMMED_BY_WAITER:
+        if self._has_several_steps or not is_even or buffer.nbytes > _SUMMED_BY_WAITER:
             exchange.hand_over()
         return exchange
 
@@ -374,13 +362,6 @@ class PairwiseCollectives(Collectives):
         if self._has_several_steps or not isinstance(bounds, range):
             exchange.hand_over()
         return exchange
-
-    def _sum(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Steps:
-        tags = count(Tag.EXCHANGE)
-        if isinstance(bounds, range):
-            # This very generator: a generator around it would keep the buffer for longer.
-            return self._sum_evenly(buffer, shard, bounds, tags)
-        return self._sum_for_owners(buffer, shard, bounds, tags)
 
     def _sum_for_owners(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         equal = even_bounds(buffer.numel(), self.shard_count)
@@ -397,9 +378,9 @@ class PairwiseCollectives(Collectives):
             yield self._pass_on(stepped, bounds, part, equal, "all_gather_bytes", next(tags))
         yield from self._gather_evenly(buffer, equal, tags)
 
-    def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: range, tags: Tags) -> Steps:
+    def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         parts = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        (of_mates,) = yield from self._swap(self._with_mates, parts, "reduce_scatter_bytes", next(tags))
+        (of_mates,) = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
         sum_in_order(of_mates, shard)
         if self.place.copies > 1:
             del buffer, parts, of_mates
@@ -410,17 +391,16 @@ class PairwiseCollectives(Collectives):
         self.count("all_reduces", 1)
         bounds = piece_bounds(shard.numel(), len(self._holders))
         pieces = {holder: [piece] for holder, piece in zip(self._holders, split(shard, bounds), strict=True)}
-        (of_holders,) = yield from self._swap(self._with_holders, pieces, "all_reduce_bytes", next(tags))
+        (of_holders,) = yield from self._swap(pieces, "all_reduce_bytes", next(tags))
         (own,) = pieces[self.rank]
         total = torch.empty_like(own)
         sum_in_order(of_holders, total)
         own.copy_(total)
-        yield self._exchange(self._with_holders, dict.fromkeys(pieces, (own,)), pieces, "all_reduce_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(pieces, (own,)), pieces, "all_reduce_bytes", next(tags))
 
     def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
         chunks = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        own = dict.fromkeys(chunks, chunks[self.rank])
-        yield self._exchange(self._with_mates, own, chunks, "all_gather_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, "all_gather_bytes", next(tags))
 
     def _pass_on(
         self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: Counter, tag: int
@@ -444,20 +424,17 @@ class PairwiseCollectives(Collectives):
             part.shard: source[part.start - had[shard] : part.stop - had[shard]]
             for part in parts_of(wanted, had[shard], had[shard + 1])
         }
-        kept, place = leaving.pop(shard, None), arriving.pop(shard, None)
+        kept, place = leaving.get(shard), arriving.get(shard)
         # In a gather, both are the same memory.
         if kept is not None and place is not None and kept.data_ptr() != place.data_ptr():
             place.copy_(kept)
-        received, sent = ([(self.mates[mate], part) for mate, part in one.items()] for one in (arriving, leaving))
-        return self._transfer(sent, received, counted_as, tag, source, target)
+        sent, received = ({self.mates[mate]: [part] for mate, part in one.items()} for one in (leaving, arriving))
+        return self._transfer(sent, received, counted_as, tag)
 
-    def _swap(
-        self, schedule: Schedule, parts: Chunks, counted_as: Counter, tag: int
-    ) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
-        """Sends every rank of a schedule its parts, and receives this rank's.
+    def _swap(self, parts: Chunks, counted_as: Counter, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+        """Sends some ranks their parts, and receives this rank's.
 
         Args:
-            schedule: The ranks' schedule.
             parts: The parts of each rank, this one included, in the order in which sums are made.
             counted_as: See :meth:`_transfer`.
             tag: See :meth:`_transfer`.
@@ -467,45 +444,37 @@ class PairwiseCollectives(Collectives):
         """
         own = parts[self.rank]
         arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
-        yield self._exchange(schedule, parts, arriving, counted_as, tag)
+        yield self._transfer(parts, arriving, counted_as, tag)
         return list(zip(*arriving.values(), strict=True))
 
-    def _schedule(self, ranks: Sequence[int]) -> Schedule:
-        """The order in which this rank, one of ``ranks``, exchanges chunks with the others."""
-        index, size = ranks.index(self.rank), len(ranks)
-        return [(ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size)]
-
-    def _exchange(self, schedule: Schedule, outgoing: Chunks, incoming: Chunks, counted_as: Counter, tag: int) -> Work:
-        """Sends every other rank of a schedule its chunks, and receives from it."""
-        sent = [(target, chunk) for target, _ in schedule for chunk in outgoing[target]]
-        received = [(source, chunk) for _, source in schedule for chunk in incoming[source]]
-        return self._transfer(sent, received, counted_as, tag)
-
-    def _transfer(
-        self,
-        sent: Iterable[tuple[int, Tensor]],
-        received: Iterable[tuple[int, Tensor]],
-        counted_as: Counter,
-        tag: int,
-        *memory: Tensor,
-    ) -> Work:
-        """Sends tensors to ranks, and receives others.
+    def _transfer(self, leaving: Chunks, arriving: Chunks, counted_as: Counter, tag: int) -> Work:
+        """Sends other ranks their chunks, and receives from them.
 
         Args:
-            sent: Ranks and tensors, which must be kept until the work has been waited for.
-            received: Ranks and the memory for what they send.
+            leaving: The chunks for each rank. They must be kept until the work has been waited for. Those for this
+                rank are left out.
+            arriving: The memory for what each rank sends.
             counted_as: The counter of ``traffic`` to which the sent bytes are added.
             tag: All transfers of one tag are launched by one thread.
-            memory: Kept alive until the work has been waited for.
         """
-        # Both sides know the sizes, so both leave out the same empty chunks.
-        messages = [Message(False, real_view(chunk), source) for source, chunk in received if chunk.numel()]
-        leaving = [Message(True, real_view(chunk), target) for target, chunk in sent if chunk.numel()]
-        self.count(counted_as, sum(message.tensor.nbytes for message in leaving))
-        messages += leaving
-        # These messages may be the first between two ranks, and connect them: ranks with higher numbers first.
-        messages.sort(key=lambda message: message.sends != (message.peer > self.rank))
-        return launch(self.group, messages, tag, *memory)
+        messages = [
+            Message(sends, real_view(chunk), rank)
+            for sends, chunks_of_ranks in ((False, arriving), (True, leaving))
+            for rank, chunks in chunks_of_ranks.items()
+            for chunk in chunks
+            # Both sides know the sizes, so both leave out the same empty chunks.
+            if rank != self.rank and chunk.numel()
+        ]
+        self.count(counted_as, sum(message.tensor.nbytes for message in messages if message.sends))
+        messages.sort(key=self._turn)
+        return launch(self.group, messages, tag)
+
+    def _turn(self, message: Message) -> tuple[bool, int]:
+        """Where a message stands among those that are launched together."""
+        # These messages may be the first between two ranks, and connect them: ranks with higher numbers first. And no
+        # rank may be the first target of all.
+        distance = message.peer - self.rank if message.sends else self.rank - message.peer
+        return message.sends != (message.peer > self.rank), distance % self.world_size
 
 
 class TwoLevelCollectives(PairwiseCollectives):
@@ -526,13 +495,12 @@ class TwoLevelCollectives(PairwiseCollectives):
         node_mates = topology.node_mates(self.rank)
         self._counterparts = topology.counterparts(self.rank)
         self._columns = {mate: topology.counterparts(mate) for mate in node_mates}
-        self._within, self._between = map(self._schedule, (node_mates, self._counterparts))
 
     @override
-    def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: range, tags: Tags) -> Steps:
+    def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         chunks = split(buffer, bounds)
         parts = {mate: [chunks[rank] for rank in column] for mate, column in self._columns.items()}
-        by_counterpart = yield from self._swap(self._within, parts, "reduce_scatter_bytes", next(tags))
+        by_counterpart = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
         sums: dict[int, Sequence[Tensor]] = {}
         for rank, of_mates in zip(self._counterparts, by_counterpart, strict=True):
             narrow = of_mates[0].dtype
@@ -541,7 +509,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             # The sent sum is narrow. This rank's own sum stays wide until the final addition.
             sums[rank] = [total if rank == self.rank else total.to(narrow)]
         del buffer, chunks, parts, by_counterpart, of_mates
-        (of_nodes,) = yield from self._swap(self._between, sums, "reduce_scatter_bytes", next(tags))
+        (of_nodes,) = yield from self._swap(sums, "reduce_scatter_bytes", next(tags))
         sum_in_order(of_nodes, shard)
 
     @override
@@ -549,10 +517,10 @@ class TwoLevelCollectives(PairwiseCollectives):
         chunks = split(buffer, bounds)
         own = dict.fromkeys(self._counterparts, (chunks[self.rank],))
         of_counterparts = {rank: [chunks[rank]] for rank in self._counterparts}
-        yield self._exchange(self._between, own, of_counterparts, "all_gather_bytes", next(tags))
+        yield self._transfer(own, of_counterparts, "all_gather_bytes", next(tags))
         column = dict.fromkeys(self._columns, tuple(chunks[rank] for rank in self._counterparts))
         of_mates = {mate: [chunks[rank] for rank in ranks] for mate, ranks in self._columns.items()}
-        yield self._exchange(self._within, column, of_mates, "all_gather_bytes", next(tags))
+        yield self._transfer(column, of_mates, "all_gather_bytes", next(tags))
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -8,7 +8,6 @@ import operator
 import struct
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Tag, doubling_steps
-from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Work, marked
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Steps, Work, marked
 
 
 class WeightSum(NamedTuple):
@@ -54,7 +53,7 @@ class Content(NamedTuple):
 class ControlMessages:
     """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
 
-    A message has a bit for each flag, and 34 bytes. It uses recursive doubling. Between two ranks, the backend's
+    A message has a byte for each flag, and 34 more. It uses recursive doubling. Between two ranks, the backend's
     threads complete it. Among more ranks, a thread of this object takes step after step while the host computes.
 
     Args:
@@ -69,7 +68,7 @@ class ControlMessages:
         """This rank's weights. Each launch of a message calls it."""
         self.launched = 0
         """How many messages have been launched so far."""
-        self._latest: ControlMessage | None = None
+        self._latest: Exchange | None = None
         has_several_steps = len(doubling_steps(control.rank, control.world_size)) > 1
         self._thread = ExchangeThreads("control messages", most=1) if has_several_steps else None
         # A failed training may have left messages in flight. Another tag separates them from those of the next
@@ -77,7 +76,7 @@ class ControlMessages:
         self._tag = Tag.CONTROL_MESSAGE + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
 
-    def launch(self, flags: bytes = b"", number: int = 0) -> "ControlMessage":
+    def launch(self, flags: bytes = b"", number: int = 0) -> Exchange:
         """Sends this rank's content, and begins to receive that of others. Collective. It returns at once.
 
         Args:
@@ -85,25 +84,29 @@ class ControlMessages:
             number: The number to compare, of 63 bits and a sign.
 
         Returns:
-            The message, to be waited for.
+            The message. Its :meth:`Exchange.wait` returns the combined :class:`Content`, the same on all ranks.
         """
         self.launched += 1
         self.control.count_small_reduction()
-        content = Content(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
-            exchange = self.control.combine(_encoded(content), partial(_combined, len(flags)), self._tag, self._thread)
-        self._latest = ControlMessage(exchange, len(flags))
+            self._latest = Exchange(self._steps(Content(flags, number, True, self.signal, self.weigh())), self._thread)
+            self._latest.hand_over()
         return self._latest
+
+    def _steps(self, content: Content) -> Steps:
+        return _decoded((yield from self.control.doubling(_encoded(content), _combined, self._tag)))
 
     def latest(self) -> Content:
         """The combined content of the latest message, after a wait for it. There must have been one."""
         if self._latest is None:
             raise AssertionError("no control message has been launched")
-        return self._latest.wait()
+        with marked("lightning_parstrat: wait for control message"):
+            content: Content = self._latest.wait()
+        return content
 
     def close(self) -> None:
         """Call when a training has ended, also after an error. Not collective."""
-        left = None if self._latest is None else self._latest.exchange.in_flight
+        left = None if self._latest is None else self._latest.in_flight
         if left is not None:
             _LEFT.append(left)
         self._latest = None
@@ -116,57 +119,26 @@ _LEFT: list[Work] = []
 group: see ``process_groups.py``."""
 
 
-class ControlMessage:
-    """A message in flight.
-
-    Args:
-        exchange: Combines the ranks' messages.
-        flags: How many flags the message has.
-    """
-
-    def __init__(self, exchange: Exchange, flags: int) -> None:
-        self.exchange = exchange
-        self._flags = flags
-        self._content: Content | None = None
-
-    def wait(self) -> Content:
-        """The combined content of all ranks, in every call.
-
-        Raises:
-            RuntimeError: A rank has ended, or has not sent its message in time.
-        """
-        if self._content is None:
-            with marked("lightning_parstrat: wait for control message"):
-                self._content = _decoded(self.exchange.wait(), self._flags)
-        return self._content
-
-
 _HEADER = struct.Struct("<q?B3d")
-_TO_DIGIT, _TO_FLAG = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")
 
 
 def _encoded(content: Content) -> Tensor:
     header = _HEADER.pack(content.number, content.is_alike, content.signal, *content.weights)
-    # By digits, as Python then converts in C: there may be thousands.
-    bits = int(content.flags.translate(_TO_DIGIT), 2) if content.flags else 0
-    encoded = bytearray(header + bits.to_bytes((len(content.flags) + 7) // 8, "big"))
-    return torch.frombuffer(encoded, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(header + content.flags), dtype=torch.uint8)
 
 
-def _decoded(message: Tensor, flags: int) -> Content:
+def _decoded(message: Tensor) -> Content:
     encoded = message.numpy().tobytes()
     number, is_alike, signal, *weights = _HEADER.unpack_from(encoded)
-    bits = int.from_bytes(encoded[_HEADER.size :], "big")
-    flags_set = f"{bits:0{flags}b}".encode().translate(_TO_FLAG) if flags else b""
-    return Content(flags_set, number, is_alike, signal, WeightSum(*weights))
+    return Content(encoded[_HEADER.size :], number, is_alike, signal, WeightSum(*weights))
 
 
-def _combined(flags: int, of_lower: Tensor, of_higher: Tensor) -> Tensor:
-    lower, higher = _decoded(of_lower, flags), _decoded(of_higher, flags)
+def _combined(of_lower: Tensor, of_higher: Tensor) -> Tensor:
+    lower, higher = _decoded(of_lower), _decoded(of_higher)
     any_set = int.from_bytes(lower.flags, "big") | int.from_bytes(higher.flags, "big")
     return _encoded(
         Content(
-            any_set.to_bytes(flags, "big"),
+            any_set.to_bytes(len(lower.flags), "big"),
             lower.number,
             lower.is_alike and higher.is_alike and lower.number == higher.number,
             lower.signal | higher.signal,

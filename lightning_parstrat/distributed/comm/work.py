@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
-from typing_extensions import override
 
 from lightning_parstrat.distributed.torch_compat import profiler_is_enabled
 
@@ -40,13 +39,6 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once. If a backend cannot tell, False."""
-
-
-def as_work(work: Work | None) -> Work:
-    """The handle that torch returns for an asynchronous collective."""
-    if work is None:
-        raise AssertionError("torch returned no handle for an asynchronous collective: this rank is not in the group")
-    return work
 
 
 class Transfers:
@@ -80,7 +72,7 @@ class Message(NamedTuple):
     peer: int
 
 
-def launch(group: dist.ProcessGroup, messages: Sequence[Message], tag: int, *memory: Tensor) -> Work:
+def launch(group: dist.ProcessGroup, messages: Sequence[Message], tag: int) -> Work:
     """Begins to send and to receive.
 
     If two ranks have exchanged nothing yet, one may wait here until the other launches a message between them. So
@@ -92,11 +84,10 @@ def launch(group: dist.ProcessGroup, messages: Sequence[Message], tag: int, *mem
         messages: Do not change or free them before they have been waited for.
         tag: Messages of one tag between two ranks arrive in the order in which both launch them. So one thread launches
             all messages of a tag.
-        memory: Kept alive until then.
     """
     # This does the same as `dist.isend` and `dist.irecv`, with a tenth of the calls of Python.
     works = [(group.send if sends else group.recv)([tensor], peer, tag) for sends, tensor, peer in messages]
-    return Transfers(list(map(as_work, works)), *memory)
+    return Transfers(works, *(message.tensor for message in messages))
 
 
 Steps = Generator[Work, None, Any]
@@ -137,6 +128,8 @@ class Exchange:
         except Exception as error:
             # The work in flight stays: its memory must outlive it.
             self._error, self.has_ended = error, True
+        if self.has_ended and self._running is not None:
+            self._running.release()
 
     def hand_over(self) -> None:
         """Lets threads complete the exchange, and free its memory, before a call of :meth:`wait`."""
@@ -144,11 +137,6 @@ class Exchange:
             self._running = threading.Lock()
             self._running.acquire()
             self._threads.see_through(self)
-
-    def end(self) -> None:
-        """Releases the threads that wait for the exchange. Call it once."""
-        if self._running is not None:
-            self._running.release()
 
     def wait(self) -> Any:
         """Blocks until all steps are done.
@@ -230,9 +218,7 @@ def _see_through(line: _Line, number: int) -> None:
         exchange.go_on()
         while number + 1 == line.most and not exchange.has_ended:
             exchange.go_on()
-        if exchange.has_ended:
-            exchange.end()
-        else:
+        if not exchange.has_ended:
             _pass_on(line, number + 1, exchange)
         # While the thread waits for its next exchange, its variables must not keep the buffers of the last alive.
         del exchange
@@ -241,58 +227,37 @@ def _see_through(line: _Line, number: int) -> None:
 
 
 class Streams:
-    """The order of work on a CPU: that of the program.
+    """The streams of a device. A CPU's do nothing: the order of work is that of the program.
 
     torch starts a collective after the work that the launching stream has queued. It keeps the collective's buffers
     until a wait. One part is left to do here. A stream that waits later must run after the collective, without a wait
     on the host.
+
+    Args:
+        device: The device.
     """
 
-    are_several = False
-    """Whether there may be work on more than one stream."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._module = torch.get_device_module(self._device)
+        self.are_several = self._device.type != "cpu"
+        """Whether there may be work on more than one stream."""
 
     def current(self) -> Any:
         """The stream on which work is queued now."""
-        return None
+        return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
-        return nullcontext()
+        context: AbstractContextManager[object] = self._module.stream(stream)
+        return context
 
     def another(self) -> Any:
-        """If the device has several streams, a stream beside all others."""
-        return None
+        """A stream beside all others."""
+        return self._module.Stream(self._device)
 
     def wait_for(self, stream: Any) -> None:
         """Makes the current stream wait for the work that ``stream`` has queued so far."""
-
-
-class CudaStreams(Streams):
-    """The streams of a GPU.
-
-    Args:
-        device: The GPU.
-    """
-
-    are_several = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @override
-    def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
-
-    @override
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
-
-    @override
-    def another(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    @override
-    def wait_for(self, stream: torch.cuda.Stream) -> None:
         self.current().wait_stream(stream)
 
 
@@ -341,8 +306,3 @@ class Arrivals:
         for stream in others:
             with self._streams.on(stream):
                 self._streams.wait_for(self._launching)
-
-
-def streams_of(device: torch.device) -> Streams:
-    """The streams of a device. Not collective."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()

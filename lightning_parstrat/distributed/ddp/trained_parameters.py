@@ -26,9 +26,10 @@ from lightning_parstrat.distributed.comm.agreement import (
     extremes_over_ranks,
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
+from lightning_parstrat.distributed.comm.work import Exchange
 from lightning_parstrat.distributed.ddp.reducers import (
     Wrap,
     exchange_reducer,
@@ -67,7 +68,7 @@ class TrainedParameters:
         self._wrap = wrap
         self._messages = messages
         self._control = messages.control
-        self._message: ControlMessage | None = None
+        self._message: Exchange | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._sent = sent_by(ddp)
         # All parameters that the wrapper has made equal on all ranks.
@@ -161,7 +162,7 @@ class TrainedParameters:
             _raise_difference([*left_out, *(f"{self._label(one)}: trained" for one in added)], self._control)
 
     def _is_alike(self) -> bool:
-        return self._message is None or self._message.wait().is_alike
+        return self._message is None or bool(self._message.wait().is_alike)
 
     @contextmanager
     def as_sent(self) -> Iterator[None]:

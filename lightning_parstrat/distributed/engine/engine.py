@@ -26,7 +26,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
-from lightning_parstrat.distributed.comm.work import streams_of
+from lightning_parstrat.distributed.comm.work import Streams
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.compiled_code import CompiledCode
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
@@ -106,9 +106,9 @@ class ShardedDataParallel:
         if gradients.widens:
             # Otherwise gradients would be rounded, and then sent in fp32 all the same.
             policy = self.policy = replace(policy, comm_dtype=None)
-        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
+        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), Streams(device))
         self.gatherer = ParameterGatherer(
-            make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
+            make_collectives(groups.parameters, device, self.topology, shard_groups), Streams(device)
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._order = order

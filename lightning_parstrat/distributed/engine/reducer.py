@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
+from lightning_parstrat.distributed.comm.control_messages import Content, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
-from lightning_parstrat.distributed.comm.work import Arrivals, Streams, Work, marked
+from lightning_parstrat.distributed.comm.work import Arrivals, Exchange, Streams, Work, marked
 from lightning_parstrat.distributed.engine.buckets import (
     GradientBucket,
     ParameterSlot,
@@ -119,7 +119,7 @@ class _Backward:
     launched: int = 0
     sent: set[GradientBucket] = field(default_factory=set)
     graph_task: int | None = None
-    message: ControlMessage | None = None
+    message: Exchange | None = None
 
     def __post_init__(self) -> None:
         self.queue = list(self.missing)
@@ -325,9 +325,10 @@ class GradientReducer:
         else:
             self._settle(backward, backward.message)
 
-    def _settle(self, backward: _Backward, message: ControlMessage) -> None:
+    def _settle(self, backward: _Backward, message: Exchange) -> None:
         """Receives which parameters any rank has used, and sends the gradients that any rank has."""
-        agreed = message.wait()
+        with marked("lightning_parstrat: wait for control message"):
+            agreed: Content = message.wait()
         if not agreed.is_alike:
             raise NoCollectivesError(
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"

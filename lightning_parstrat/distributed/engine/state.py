@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.work import as_work
 from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
@@ -318,9 +317,9 @@ def _collect(
                 for entry in entries:
                     unpack(*entry)
             else:
-                as_work(control.group.send([message], 0, 0)).wait()
+                control.group.send([message], 0, 0).wait()
         arriving = [
-            (entries, as_work(control.group.recv([message], source, 0)))
+            (entries, control.group.recv([message], source, 0))
             for source, of_rank in enumerate(described[1:], 1)
             for message, entries in (_messages(of_rank[number]) if of_rank else ())
         ]

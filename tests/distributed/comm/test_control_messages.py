@@ -141,9 +141,9 @@ def arrives_by_itself() -> bool:
     if rank > 0:
         store.set(launched[rank - 1], "launched")
     deadline = time.monotonic() + 20
-    while not message.exchange.is_completed() and messages._thread is not None and time.monotonic() < deadline:
+    while not message.is_completed() and messages._thread is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    arrived = message.exchange.is_completed() or messages._thread is None
+    arrived = message.is_completed() or messages._thread is None
     message.wait()
     return arrived
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.work import Arrivals, CudaStreams, Streams, Work, streams_of
+from lightning_parstrat.distributed.comm.work import Arrivals, Work
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
@@ -151,8 +151,3 @@ def test_arrivals_are_waited_for_on_the_stream_that_gradients_leave_from() -> No
     with arrivals.waited_for("bucket"):
         assert streams.name == "main"
     assert streams.log == []
-
-
-def test_each_device_has_its_streams() -> None:
-    assert type(streams_of(torch.device("cpu"))) is Streams
-    assert isinstance(streams_of(torch.device("cuda", 0)), CudaStreams)
