@@ -17,8 +17,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -79,7 +80,7 @@ def _serve(module: ModuleType) -> None:
 
 
 class _WaitingFinder(MetaPathFinder):
-    """Wraps the loaders of Lightning's modules, so that the registration follows their execution."""
+    """Has the registration follow the execution of Lightning's modules."""
 
     def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
@@ -89,44 +90,29 @@ class _WaitingFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._waiting:
             return None
-        # A copy, because an import may change the list. Not this finder: that would recurse.
-        for finder in tuple(sys.meta_path):
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _ServingLoader(spec.loader, self)
-                return spec
-        return None
+        # The search of the other finders asks this one, too.
+        self._waiting.remove(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._waiting.add(fullname)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
 
-    def stop_waiting_for(self, fullname: str) -> None:
+            def exec_module(module: ModuleType) -> None:
+                # From here on, the module must look as if its loader had not been touched.
+                del loader.exec_module
+                # A failed import may be repeated, for example in a notebook. So the finder waits for one that works.
+                execute(module)
+                self._stop_waiting_for(fullname)
+                _serve(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    def _stop_waiting_for(self, fullname: str) -> None:
         """Ignores the module from now on. After the last one, the finder removes itself."""
         self._waiting.discard(fullname)
         if not self._waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-
-
-class _ServingLoader(Loader):
-    """Executes the module as the module's own loader would, then registers the strategies."""
-
-    def __init__(self, loader: Loader, finder: _WaitingFinder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        # The loader's other methods: `python -m lightning.pytorch.cli` calls `get_code`.
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # From here on, the module must look as if its own loader had imported it.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        # A failed import may be repeated, for example in a notebook. So the finder waits until an import has worked.
-        self._loader.exec_module(module)
-        self._finder.stop_waiting_for(module.__name__)
-        _serve(module)
