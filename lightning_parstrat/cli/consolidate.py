@@ -1,12 +1,11 @@
 """``lightning-parstrat consolidate``: turns a sharded checkpoint into one file."""
 
 import pickle
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from jsonargparse import ArgumentParser, Namespace
 
 from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.errors import UsageError

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from jsonargparse import ArgumentParser, Namespace
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.core.wording import counted
@@ -54,7 +53,7 @@ def make_parser() -> ArgumentParser:
     """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--rendezvous", type=str | None, metavar="URL", help="where ranks meet (default: MASTER_ADDR)")
+    parser.add_argument("--rendezvous", metavar="URL", help="where ranks meet (default: MASTER_ADDR)")
     return parser
 
 

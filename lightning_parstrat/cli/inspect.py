@@ -1,11 +1,11 @@
 """``lightning-parstrat inspect``: shows the content of a checkpoint."""
 
 import json
+from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
 from lightning_parstrat._namespaces import package_in_use

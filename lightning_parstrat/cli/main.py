@@ -2,16 +2,12 @@
 
 import importlib
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_utilities.core.imports import RequirementCache
-
 from lightning_parstrat._version import __version__
 from lightning_parstrat.cli.errors import UsageError
-
-NEEDED = "jsonargparse[signatures]>=4.39"
-"""The commands alone need it: the extra ``cli``. A LightningCLI needs it, too, and checks for it itself."""
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
@@ -32,9 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 if a check has found a problem, 2 for wrong usage.
     """
-    if not (needed := RequirementCache(NEEDED)):
-        print(f"lightning-parstrat: {needed}", file=sys.stderr)
-        return 2
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, program = given, []
     if "--" in given:
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((word for word in own if word in COMMANDS), None)
     parsed = _make_parser(command).parse_args(own)
     try:
-        return int(_module(parsed.command).run(parsed[parsed.command], program))
+        return int(_module(parsed.command).run(parsed, program))
     except UsageError as error:
         print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)
         return 2
@@ -52,21 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _make_parser(command: str | None) -> Any:
-    from jsonargparse import ArgumentParser
-
-    from lightning_parstrat.cli.text import Verbatim
-
+def _make_parser(command: str | None) -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-parstrat",
-        # Subcommands inherit it from here.
-        formatter_class=Verbatim,
-        version=__version__,
         description="What a parallel training with PyTorch Lightning needs before it runs, and what it leaves.",
     )
-    commands = parser.add_subcommands(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, line in COMMANDS.items():
-        commands.add_subcommand(name, _module(name).make_parser() if name == command else ArgumentParser(), help=line)
+        # Descriptions have examples, and keep their lines.
+        own = _module(name).make_parser() if name == command else ArgumentParser()
+        commands.add_parser(
+            name,
+            parents=[own],
+            add_help=False,
+            help=line,
+            description=own.description,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
     return parser
 
 

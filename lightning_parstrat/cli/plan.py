@@ -2,16 +2,14 @@
 
 import json
 import re
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from typing import Any
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.planned_module import read_module, values_of
-from lightning_parstrat.cli.text import table
+from lightning_parstrat.cli.text import positive, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
@@ -37,20 +35,20 @@ def make_parser() -> ArgumentParser:
     """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
     add = parser.add_argument
-    add("--parameters", type=str | None, metavar="NUMBER", help="trained parameters, such as 7B or 350M")
-    add("--optimizer", type=str | None, help="such as adamw; or values of state per parameter, such as 1 (default: 2)")
-    add("--unit", type=str | None, metavar="NUMBER", help="parameters of the largest layer (default: 1/32 of all)")
-    add("--config", type=str | None, metavar="FILE", help="LightningCLI configuration of the module, instead of these")
-    add("--model", type=str | None, metavar="CLASS", help="the module's class, if the file does not give it")
-    add("--precision", type=Literal[tuple(PRECISIONS)] | None, help="the Trainer's (default: the file's, or 32-true)")
-    add("--world-size", type=PositiveInt, required=True, help="number of ranks")
-    add("--devices-per-node", type=PositiveInt | None, help="ranks of a node (default: all, on one node)")
-    add("--memory", type=str | None, help="memory of a device, such as 80GB or 24GiB; shows what fits")
+    add("--parameters", metavar="NUMBER", help="trained parameters, such as 7B or 350M")
+    add("--optimizer", help="such as adamw; or values of state per parameter, such as 1 (default: 2)")
+    add("--unit", metavar="NUMBER", help="parameters of the largest layer (default: 1/32 of all)")
+    add("--config", metavar="FILE", help="LightningCLI configuration of the module, instead of these")
+    add("--model", metavar="CLASS", help="the module's class, if the file does not give it")
+    add("--precision", choices=PRECISIONS, help="the Trainer's (default: the file's, or 32-true)")
+    add("--world-size", type=positive, required=True, help="number of ranks")
+    add("--devices-per-node", type=positive, help="ranks of a node (default: all, on one node)")
+    add("--memory", help="memory of a device, such as 80GB or 24GiB; shows what fits")
     add("--reserve", type=float, default=0.2, help="part of the memory left for activations")
-    add("--bandwidth", type=str | None, help="of a node's link, such as 100Gbit; shows how long sending takes")
-    add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
-    add("--shard-group", type=ShardGroupChoice, default="all", help="as in ZeRO1Strategy: all, node, or a number")
-    add("--accumulate", type=PositiveInt, default=1, help="micro-batches of a step (accumulate_grad_batches)")
+    add("--bandwidth", help="of a node's link, such as 100Gbit; shows how long sending takes")
+    add("--compute-seconds", type=float, help="time of one process's step alone, to predict step times")
+    add("--shard-group", type=_shard_group, default="all", help="as in ZeRO1Strategy: all, node, or a number")
+    add("--accumulate", type=positive, default=1, help="micro-batches of a step (accumulate_grad_batches)")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -164,6 +162,10 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
     model_bytes, policy = training.parameters * training.widths.parameter, ShardingPolicy()
     cap = policy.bucket_cap_bytes(model_bytes, groups.size, "cuda", groups.copies)
     return replace(training, in_flight=cap * (policy.bound_in_flight("cuda") or 1)), optimizer
+
+
+def _shard_group(text: str) -> ShardGroupChoice:
+    return int(text) if text.isdigit() else text  # type: ignore[return-value]
 
 
 def _shard_groups(choice: ShardGroupChoice, ranks: int, devices: int) -> ShardGroups:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 from torch.optim import Optimizer
 
@@ -154,9 +153,12 @@ def _section(config: Any, name: str) -> Any:
 def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> nn.Module:
     if _LIGHTNING_MODULES.isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__):
         raise UsageError(f"{name} is not a LightningModule.")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls, "model", instantiate=False)
     try:
+        # A LightningCLI needs it, too. No other command does.
+        from jsonargparse import ArgumentParser, Namespace
+
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls, "model", instantiate=False)
         # Older versions of jsonargparse only have the second name.
         instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
         found = instantiate(parser.parse_object({"model": init_args} if init_args else {})).get("model", {})

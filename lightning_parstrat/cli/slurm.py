@@ -10,13 +10,12 @@ import re
 import shlex
 import shutil
 import subprocess
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from itertools import pairwise
 from pathlib import Path
 
-from jsonargparse import ActionYesNo, ArgumentParser, Namespace
-from jsonargparse.typing import PositiveInt
-
 from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import positive
 from lightning_parstrat.core.wording import counted
 
 _DESCRIPTION = """
@@ -68,20 +67,20 @@ def make_parser() -> ArgumentParser:
     """The command's arguments, without the program."""
     parser = ArgumentParser(description=_DESCRIPTION)
     add = parser.add_argument
-    add("--nodes", type=PositiveInt, required=True, help="number of nodes")
-    add("--devices", type=PositiveInt, required=True, help="devices per node, each with a task")
-    add("--name", type=str | None, help="name of the job (default: the program's file)")
-    add("--time", type=str | None, help="limit, as Slurm takes it: minutes, h:mm:ss, or days-hours")
-    add("--partition", type=str | None, help="partition to run in")
-    add("--account", type=str | None, help="account to charge")
-    add("--gres", type=str | None, help="generic resources of each node, such as gpu:4")
-    add("--cpus-per-task", type=PositiveInt | None, help="cores for each device's process")
-    add("--mem", type=str | None, help="host memory of each node, such as 64G")
+    add("--nodes", type=positive, required=True, help="number of nodes")
+    add("--devices", type=positive, required=True, help="devices per node, each with a task")
+    add("--name", help="name of the job (default: the program's file)")
+    add("--time", help="limit, as Slurm takes it: minutes, h:mm:ss, or days-hours")
+    add("--partition", help="partition to run in")
+    add("--account", help="account to charge")
+    add("--gres", help="generic resources of each node, such as gpu:4")
+    add("--cpus-per-task", type=positive, help="cores for each device's process")
+    add("--mem", help="host memory of each node, such as 64G")
     add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable to export; repeatable")
-    add("--setup", type=str | None, metavar="FILE", help="file to source before the program, to load modules, say")
-    add("--runs", type=str, default="slurm-runs", help="parent of the jobs' folders, which hold logs and checkpoints")
-    add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="requeue if preempted or out of time")
-    add("--grace-seconds", type=PositiveInt, default=90, help="seconds before the time limit at which to save")
+    add("--setup", metavar="FILE", help="file to source before the program, to load modules, say")
+    add("--runs", default="slurm-runs", help="parent of the jobs' folders, which hold logs and checkpoints")
+    add("--requeue", action=BooleanOptionalAction, default=True, help="requeue if preempted or out of time")
+    add("--grace-seconds", type=positive, default=90, help="seconds before the time limit at which to save")
     add("--submit", action="store_true", help="submit the job, instead of printing its file")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -124,7 +123,7 @@ def _check(arguments: Namespace, program: list[str]) -> None:
             f"{launcher}: the job's srun starts the ranks itself. Give the program alone: -- python train.py ..."
         )
     for option in ("name", "time", "partition", "account", "gres", "mem"):
-        word = arguments[option]
+        word = getattr(arguments, option)
         if word is not None and not _WORD.fullmatch(word):
             raise UsageError(
                 f"--{option} {word!r}: cannot be written in a line of the job file. Letters, digits and"
@@ -168,7 +167,7 @@ def _directives(arguments: Namespace, program: list[str]) -> str:
     # Not --ntasks, because that counts the tasks of all nodes.
     asked = {"job-name": arguments.name or _name_of(program), "nodes": arguments.nodes}
     asked |= {"ntasks-per-node": arguments.devices, "cpus-per-task": arguments.cpus_per_task}
-    asked |= {name: arguments[name] for name in ("mem", "gres", "partition", "account", "time")}
+    asked |= {name: getattr(arguments, name) for name in ("mem", "gres", "partition", "account", "time")}
     lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None]
     if arguments.requeue:
         lines += [

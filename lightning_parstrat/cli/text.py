@@ -1,18 +1,18 @@
-"""Formatting of output, and classes by name."""
+"""Formatting of output, numbers of arguments, and classes by name."""
 
 import importlib
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
-
-from jsonargparse import DefaultHelpFormatter
 
 from lightning_parstrat.cli.errors import UsageError
 
 
-class Verbatim(DefaultHelpFormatter):
-    """Keeps the line breaks of descriptions, because they have examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(indent + line for line in text.strip().splitlines())
+def positive(text: str) -> int:
+    """A number of an argument, which must be 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{text}: must be 1 or more")
+    return number
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

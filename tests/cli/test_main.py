@@ -7,8 +7,6 @@ import pytest
 from lightning_parstrat.cli import main as cli
 from tests.scripts import run_script
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
 
 def test_every_argument_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command in cli.COMMANDS:
@@ -37,33 +35,18 @@ def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"lightning-parstrat {command}: " in capsys.readouterr().err
 
 
-def test_a_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # As where there is none, or an older one.
-    monkeypatch.setattr(cli, "NEEDED", "jsonargparse[signatures]>=99")
-    assert cli.main(["doctor"]) == 2
-    assert "lightning-parstrat: Requirement" in (said := capsys.readouterr().err)
-    assert "pip install -U 'jsonargparse[signatures]>=99'" in said
-
-
-def test_only_extras_ask_for_jsonargparse() -> None:
-    text = PYPROJECT.read_text()
-    demanded, _, extras = text.partition("[project.optional-dependencies]")
-    assert "jsonargparse" not in demanded
-    # The commands', and the developer's.
-    assert extras.count(cli.NEEDED) == extras.count("jsonargparse") == 2
-
-
 @pytest.mark.slow
-def test_a_training_needs_no_jsonargparse(tmp_path: Path) -> None:
+def test_trainings_and_commands_need_no_jsonargparse(tmp_path: Path) -> None:
     script = """
 import sys
 sys.modules["jsonargparse"] = None  # importing it is an ImportError
-import lightning_parstrat.cli.main
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 for name in ("ddp_tuned", "zero1_custom", "zero3_custom"):
     trainer = Trainer(accelerator="cpu", devices=1, strategy=name, fast_dev_run=True, logger=False)
     trainer.fit(BoringModel())
-    print("trained", name, trainer.global_step)
+    print("steps of", name, trainer.global_step)
+from lightning_parstrat.cli.main import main
+assert main(["plan", "--parameters", "1M", "--world-size", "2"]) == 0
 """
-    assert run_script(script, tmp_path).count("trained ") == 3
+    assert run_script(script, tmp_path).count("steps of ") == 3
