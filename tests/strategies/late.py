@@ -178,10 +178,9 @@ class LateZeRO1(ZeRO1Strategy):
         wires: What carries gradients and parameters, or has.
     """
 
-    by_itself = False
-
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, by_itself: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.by_itself = by_itself
         self.under_way = self.under_way_last = 0
         self.wires: list[LateCollectives] = []
 
@@ -224,20 +223,14 @@ class LateZeRO1(ZeRO1Strategy):
             wire.launched.clear()
 
 
-class DelayedZeRO1(LateZeRO1):
-    """``zero1_custom`` on a wire that takes its time: on CPU, because ranks set off at different times."""
-
-    by_itself = True
-
-
 def late(**arguments: Any) -> LateZeRO1:
     """Nothing arrives before somebody waits."""
     return zero1(LateZeRO1, **arguments)
 
 
-def delayed(**arguments: Any) -> DelayedZeRO1:
-    """All arrives after a moment of random length, different on each rank."""
-    return zero1(DelayedZeRO1, **arguments)
+def delayed(**arguments: Any) -> LateZeRO1:
+    """All arrives after a moment of random length, on CPU because ranks set off at different times."""
+    return zero1(LateZeRO1, by_itself=True, **arguments)
 
 
 class LateTransfers:

@@ -1,7 +1,6 @@
 """What cannot work is refused before training starts: what came, what is allowed, what to do."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
+from tests.strategies.cases import adafactor
 from tests.strategies.odd_optimizers import ClosureTwice
 from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
 
@@ -49,9 +49,13 @@ def test_arguments_that_a_wrapper_needs_are_said_to_be_needless(caplog: pytest.L
             assert strategy._ddp_kwargs == ({} if value is None else {name: value})
 
 
-class SeveralDevices(zoo.MLP):
-    def configure_optimizers(self) -> Any:
-        return zoo.adamw([*self.parameters(), nn.Parameter(torch.zeros(3, device="meta"))])
+def on_several_devices(parameters: Any) -> Any:
+    return zoo.adamw([*parameters, nn.Parameter(torch.zeros(3, device="meta"))])
+
+
+def of_other_parameters(parameters: Any) -> Any:
+    """The same module everywhere; what its optimizer is given is not."""
+    return zoo.adamw(list(parameters)[dist.get_rank() :])
 
 
 class RankDependent(zoo.MLP):
@@ -61,68 +65,43 @@ class RankDependent(zoo.MLP):
             self.extra = nn.Linear(2, 2)
 
 
-class RankDependentOptimizer(zoo.MLP):
-    """The same module everywhere; what its optimizer is given is not."""
-
-    def configure_optimizers(self) -> Any:
-        return zoo.adamw(list(self.parameters())[dist.get_rank() :])
-
-
-class EvaluatesAgain(zoo.MLP):
-    """A promise that is not kept, found out in the first step."""
-
-    arguments = {"partition": "parameter"}  # noqa: RUF012
-
-    def configure_optimizers(self) -> Any:
-        return ClosureTwice(self.parameters())
-
-
-class CutMatrices(zoo.MLP):
-    """Adafactor takes means over rows and columns."""
-
-    arguments = {"partition": "element"}  # noqa: RUF012
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
-
-
 class Lazy(zoo.MLP):
     def build(self) -> None:
         self.net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
 
 
-class NothingToKeep(zoo.MLP):
-    arguments = {"master_weights": True}  # noqa: RUF012
+BY_PARAMETER, BY_ELEMENT = {"partition": "parameter"}, {"partition": "element"}
+# The module, its optimizer, arguments of the strategy, and what the error has.
+REFUSED: list[tuple[type[zoo.Zoo], Any, dict[str, Any], list[str]]] = [
+    (zoo.MLP, on_several_devices, {}, ["ValueError", "cpu", "meta"]),
+    # A promise that is not kept, found out in the first step.
+    (
+        *(zoo.MLP, ClosureTwice, BY_PARAMETER),
+        ["ClosureEvaluatedAgainError", "ClosureTwice", "closure more than once", "'auto'"],
+    ),
+    # It takes means over rows and columns.
+    (zoo.MLP, adafactor, BY_ELEMENT, ["ValueError", "partition='element'", "Adafactor", "'parameter'"]),
+    (Lazy, zoo.adamw, {}, ["ValueError", "'net.0.weight'", "no shape yet", "configure_model"]),
+    (zoo.MLP, zoo.adamw, {"master_weights": True}, ["ValueError", "master_weights=True", "bf16-true"]),
+]
 
 
-def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
-    steps = 0
-    try:
-        run = train(make, zero1(**getattr(make, "arguments", {})))
-        steps = len(run.losses)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", steps
-    return "no error", steps
+def error_of(module: type[zoo.Zoo], optimizer: Any, arguments: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as raised:
+        train(lambda: module(optimizer), zero1(**arguments))
+    return f"{raised.type.__name__}: {raised.value}"
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: RankPool) -> None:
-    refused: list[tuple[type[zoo.Zoo], list[str]]] = [
-        (SeveralDevices, ["ValueError", "cpu", "meta"]),
-        (EvaluatesAgain, ["ClosureEvaluatedAgainError", "ClosureTwice", "closure more than once", "'auto'"]),
-        (CutMatrices, ["ValueError", "partition='element'", "Adafactor", "'parameter'"]),
-        (Lazy, ["ValueError", "'net.0.weight'", "no shape yet", "configure_model"]),
-        (NothingToKeep, ["ValueError", "master_weights=True", "bf16-true"]),
-    ]
-    for module, words in refused:
-        for message, steps in pool.run(2, error_of, module):
-            assert steps == 0
+    for *row, words in REFUSED:
+        for message in pool.run(2, error_of, *row):
             assert all(word in message for word in words), message
 
 
 def test_modules_that_differ_between_ranks_are_refused(own_pool: RankPool) -> None:
-    for module in (RankDependent, RankDependentOptimizer):
-        for message, steps in own_pool.run(2, error_of, module):
-            assert steps == 0 and "ValueError" in message and "same parameters in the same order" in message, message
+    for module, optimizer in ((RankDependent, zoo.adamw), (zoo.MLP, of_other_parameters)):
+        for message in own_pool.run(2, error_of, module, optimizer, {}):
+            assert "ValueError" in message and "same parameters in the same order" in message, message
 
 
 class TooManyRanks(PoolEnvironment):

@@ -1,5 +1,7 @@
 """Buckets of ``zero1_custom`` leave in the order in which gradients are made, wherever layers are registered."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import FP32
+from tests.strategies.cases import FP32, adagrad
 from tests.strategies.parity import Looks, ddp, largest_difference, make_trainer, train, zero1
 
 LAYERS = 6
@@ -46,7 +48,7 @@ def planned(trainer: Trainer) -> list[str]:
 
 
 def distance_and_plan(
-    module: type[zoo.Zoo], policy: dict[str, Any], arguments: dict[str, Any]
+    module: Callable[[], zoo.Zoo], policy: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[float, list[str]]:
     looks = Looks(planned)
     expected = train(module, ddp(), **arguments)
@@ -77,11 +79,6 @@ def test_ranks_that_use_other_layers_follow_rank_0(pool: RankPool) -> None:
     assert max(distance for distance, _ in found) <= FP32
 
 
-class HasState(RegisteredBackwards):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adagrad(self.parameters(), lr=0.05)
-
-
 def resumed_plans(folder: str) -> tuple[list[str], list[str]]:
     """The order after a resume from a checkpoint of ``zero1_custom``, and from one of ``ddp``."""
     plans = []
@@ -100,6 +97,6 @@ def test_buckets_stay_if_an_optimizer_has_state(pool: RankPool, tmp_path: Path) 
     for kept, without in pool.run(2, resumed_plans, str(tmp_path)):
         assert kept == BACKWARD
         assert without == BACKWARD[::-1]
-    for distance, order in pool.run(2, distance_and_plan, HasState, {}, {}):
+    for distance, order in pool.run(2, distance_and_plan, partial(RegisteredBackwards, adagrad), {}, {}):
         assert order == BACKWARD[::-1]
         assert distance <= FP32
