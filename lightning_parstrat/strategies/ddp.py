@@ -1,6 +1,6 @@
 """``ddp_tuned``: torch DDP with a measured choice of bucket sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
-from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook, sent_by
+from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
@@ -126,31 +126,31 @@ class TunedDDPStrategy(ComposedStrategy):
         self._trained = TrainedParameters(
             self._ddp, None if self._has_hooks_of_users else self._wrap, self._ranks.messages
         )
-        self._begin_with_reducer()
+        self._begin_with_reducer(self._trained.sent)
 
-    def _begin_with_reducer(self) -> None:
+    def _begin_with_reducer(self, sent: Mapping[Tensor, bool]) -> None:
         # Lightning sends a static graph's first gradients itself, once in a reducer's life.
         self._pl_static_graph_delay_done = False
         self._report = self._tuner = None
         if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
             return
-        reason = self._reason_not_to_tune()
+        reason = self._reason_not_to_tune(sent)
         if reason is not None:
             self._end_tuning(TuningReport(verdict="not tuned", reason=reason))
             return
         self._tuner = BucketTuner(
             self._ddp,
+            sent,
             self._wrap,
             self._tuning,
             self._ranks.control,
             self.root_device,
-            None if self._plan_cache is None else self._file_of(self._plan_cache),
+            None if self._plan_cache is None else self._file_of(self._plan_cache, sent),
             lambda message: rank_zero_warn(f"{self.flag}: {message}"),
         )
 
-    def _reason_not_to_tune(self) -> str | None:
+    def _reason_not_to_tune(self, sent: Mapping[Tensor, bool]) -> str | None:
         """The reason why the buckets are not tuned although ``"auto"`` asks for it. None if they are tuned."""
-        sent = sent_by(self._ddp)
         if self._has_hooks_of_users:
             return "what the communication hook keeps belongs to buckets as they are"
         if self._ddp.static_graph and not self._training_module.automatic_optimization:
@@ -168,12 +168,12 @@ class TunedDDPStrategy(ComposedStrategy):
             return "there are fewer than two parameters"
         return reason_to_keep(self._ddp)
 
-    def _file_of(self, folder: str | Path) -> Path:
+    def _file_of(self, folder: str | Path, sent: Collection[Tensor]) -> Path:
         """The file of all trainings of this kind. The name depends on everything that the best size depends on."""
         cuda, arguments = self.root_device.type == "cuda", self._ddp_kwargs
         kind = (
             [
-                (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+                (name, tuple(parameter.shape), str(parameter.dtype), parameter in sent)
                 for name, parameter in self._training_module.named_parameters()
             ],
             # The `repr` of other values may have an address: the name of their type stands for them.
@@ -245,8 +245,7 @@ class TunedDDPStrategy(ComposedStrategy):
     def _follow_trained_parameters(self) -> None:
         if self._trained is not None and self._trained.begin_forward():
             rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
-            with self._trained.as_sent():
-                self._begin_with_reducer()
+            self._begin_with_reducer(self._trained.sent)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -302,24 +301,18 @@ class TunedDDPStrategy(ComposedStrategy):
         """Names the parameters that were not used, and the flag of this strategy that finds them."""
         if _waits_for_unused(exception):
             unused = [] if self._trained is None else self._trained.names_without_gradient()
-            said = self._advice_on_unused(unused) if self._accumulation.backward_has_ended else _AFTER_AN_EXCEPTION
-            # Before Lightning's text, which would name a flag of another strategy.
-            exception.args = (said, *exception.args[1:])
+            # Instead of Lightning's text, which would name a flag of another strategy.
+            exception.args = (self._advice_on_unused(unused), *exception.args[1:])
         super().on_exception(exception)
 
     def _advice_on_unused(self, unused: list[str]) -> str:
         named = f" On rank {self.global_rank} these have no gradient: {listed(unused)}." if unused else ""
         return (
-            "Some parameters were not used for the loss that `training_step` returned, and DDP waits for"
-            f" them.{named} If that is intended, take `strategy='{self.flag}_find_unused_parameters_true'`, or"
+            "Some parameters were not used for the loss that `training_step` returned, or the program has"
+            f" caught an exception in a backward. DDP waits for them.{named} If it is intended that they are not used,"
+            f" take `strategy='{self.flag}_find_unused_parameters_true'`, or"
             f" `strategy={type(self).__name__}(find_unused_parameters=True)`."
         )
-
-
-_AFTER_AN_EXCEPTION = (
-    "The program has caught an exception that has ended a backward. DDP waits for the rest of that backward: let the"
-    " exception end the training, or train by `zero1_custom`."
-)
 
 
 def _waits_for_unused(exception: BaseException) -> bool:

@@ -5,6 +5,7 @@ batches, and logged values are combined when a loader ends. Under ``zero3_custom
 step.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -130,11 +131,9 @@ class StepsOfAllRanks:
         self._steps_before = self._loop.batch_progress.current.ready
         with watching("the comparison of all ranks' numbers of batches"):
             self._batches = [self._compared(number) for number in numbers]
-        if any(batches.most != batches.least for batches in self._batches):
-            if not takes_turns(self._loop):
-                self._refuse_uneven("the loaders are evaluated together")
-            if any(batches.own == float("inf") for batches in self._batches):
-                self._refuse_uneven("another loader does not know its length")
+        knows_place = takes_turns(self._loop) and all(map(math.isfinite, (one.own for one in self._batches)))
+        if not knows_place and any(one.most != one.least for one in self._batches):
+            self._refuse_uneven("the loaders are evaluated together, or beside one that does not know its length")
         call_after_batches(self._loop, at_end)
 
     def _compared(self, number: float) -> _Batches:
@@ -147,7 +146,7 @@ class StepsOfAllRanks:
 
         The count is that of the rank with the most batches.
         """
-        _, batches, is_last = self._place()
+        batches, is_last = self._current()
         return int(batches.most - batches.own) if is_last else 0
 
     def check_all_have(self, what: str) -> None:
@@ -159,18 +158,18 @@ class StepsOfAllRanks:
         Raises:
             MisconfigurationException: Some ranks have fewer steps.
         """
-        _, batches, _ = self._place()
+        batches, _ = self._current()
         if batches.most != batches.least:
             self._refuse_uneven(what)
 
-    def _place(self) -> tuple[int, _Batches, bool]:
-        """The loader of the current step, its numbers of batches, and whether the step is its last one."""
+    def _current(self) -> tuple[_Batches, bool]:
+        """The numbers of batches of the current step's loader, and whether the step is its last one."""
         step = 0 if self._loop is None else self._loop.batch_progress.current.ready - self._steps_before
-        for loader, batches in enumerate(self._batches):
+        for batches in self._batches:
             if step <= batches.own:
-                return loader, batches, step == batches.own
+                return batches, step == batches.own
             step -= int(batches.own)
-        return 0, _Batches(0, 0, 0), False
+        return _Batches(0, 0, 0), False
 
     def _refuse_uneven(self, why: str) -> NoReturn:
         loader = next(number for number, batches in enumerate(self._batches) if batches.most != batches.least)

@@ -96,7 +96,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
@@ -139,20 +139,6 @@ def warn_of_untried_versions() -> None:
     message = untried_versions(torch.__version__, lightning_version)
     if message is not None:
         rank_zero_warn(message)
-
-
-class BetweenBatches(Callback):
-    """A callback without hooks within a step: Lightning skips hooks that are None.
-
-    A call of a hook takes a dozen further calls, even if the hook does nothing, and a step has five hooks. A callback
-    that needs a hook when a batch begins sets it on the object.
-    """
-
-    on_train_batch_start = None  # type: ignore[assignment]
-    on_before_zero_grad = None  # type: ignore[assignment]
-    on_before_backward = None  # type: ignore[assignment]
-    on_after_backward = None  # type: ignore[assignment]
-    on_before_optimizer_step = None  # type: ignore[assignment]
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -1,41 +1,38 @@
 """The strategy names, and the lazy callables behind them."""
 
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+
+def _create(dotted: str, **init_args: Any) -> Any:
+    """A strategy. Its class is imported on the first call, from the package of this file or its twin."""
+    module, _, name = dotted.partition(".")
+    return getattr(import_module(f"{__package__}.{module}"), name)(**init_args)
+
+
 _LAUNCHERS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
-_ZERO1 = "ZeRO-1: optimizer state sharded over the ranks"
-_ZERO2 = "ZeRO-2: optimizer state and accumulated gradients sharded over the ranks"
-_ZERO3 = "ZeRO-3: parameters, gradients and optimizer state sharded over the ranks by FSDP2"
 _UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True))
-
-
-def create_tuned_ddp(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`. The class is imported on the first call."""
-    from lightning_parstrat.strategies.ddp import TunedDDPStrategy
-
-    return TunedDDPStrategy(**init_args)
-
-
-def create_zero1(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`. The class is imported on the first call."""
-    from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
-
-    return ZeRO1Strategy(**init_args)
-
-
-def create_zero2(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO2Strategy`. The class is imported on the first call."""
-    from lightning_parstrat.strategies.zero1 import ZeRO2Strategy
-
-    return ZeRO2Strategy(**init_args)
-
-
-def create_zero3(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO3Strategy`. The class is imported on the first call."""
-    from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
-
-    return ZeRO3Strategy(**init_args)
+_STRATEGIES = (
+    (("ddp_tuned",), partial(_create, "ddp.TunedDDPStrategy"), "DDP with tuned gradient buckets"),
+    (
+        ("zero1_custom", "zero1", "ddp_zero1"),
+        partial(_create, "zero1.ZeRO1Strategy"),
+        "ZeRO-1: optimizer state sharded over the ranks",
+    ),
+    (
+        ("zero2_custom", "zero2", "ddp_zero2"),
+        partial(_create, "zero1.ZeRO2Strategy"),
+        "ZeRO-2: optimizer state and accumulated gradients sharded over the ranks",
+    ),
+    (
+        ("zero3_custom", "zero3", "ddp_zero3"),
+        partial(_create, "zero3.ZeRO3Strategy"),
+        "ZeRO-3: parameters, gradients and optimizer state sharded over the ranks by FSDP2",
+    ),
+)
+"""Names, what makes the strategy, and a description."""
 
 
 def register_strategies(module: ModuleType) -> None:
@@ -54,13 +51,9 @@ def register_strategies(module: ModuleType) -> None:
     """
     for launcher, start_method in _LAUNCHERS:
         for unused, find_unused in _UNUSED:
-            ddp_args = {} if find_unused is None else {"find_unused_parameters": find_unused}
-            for names, create, description, init_args in (
-                (("ddp_tuned",), create_tuned_ddp, "DDP with tuned gradient buckets", ddp_args),
-                (("zero1_custom", "zero1", "ddp_zero1"), create_zero1, _ZERO1, {}),
-                (("zero2_custom", "zero2", "ddp_zero2"), create_zero2, _ZERO2, {}),
-                (("zero3_custom", "zero3", "ddp_zero3"), create_zero3, _ZERO3, {}),
-            ):
+            for names, create, description in _STRATEGIES:
+                # The others find unused parameters anyway.
+                takes_choice = find_unused is not None and names == ("ddp_tuned",)
                 for name in names:
                     module.StrategyRegistry.register(
                         f"{name}{launcher}{unused}",
@@ -69,5 +62,5 @@ def register_strategies(module: ModuleType) -> None:
                         # A second call must be harmless: `import lightning_parstrat` may follow the entry point's call.
                         override=True,
                         start_method=start_method,
-                        **init_args,
+                        **({"find_unused_parameters": find_unused} if takes_choice else {}),
                     )

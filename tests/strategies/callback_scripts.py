@@ -1,7 +1,6 @@
 """Modules, callbacks and scripts for the table of callbacks; none knows of the package under test."""
 
 import copy
-import csv
 import io
 import signal
 from collections.abc import Callable
@@ -213,13 +212,6 @@ def fit(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
-def validate_then_fit(setting: Setting) -> zoo.Zoo:
-    trainer = setting.trainer()
-    trainer.validate(setting.module, setting.data[1], verbose=False)
-    trainer.fit(setting.module, *setting.data)
-    return setting.module
-
-
 def all_entry_points(setting: Setting) -> zoo.Zoo:
     trainer = setting.trainer()
     trainer.validate(setting.module, setting.data[1], verbose=False)
@@ -298,16 +290,6 @@ def losses_until_stopped(trainer: Trainer) -> list[Any]:
     losses = callback_of(LearningRateFinder, trainer).optimal_lr.results["loss"]
     assert len(losses) < 25
     return losses
-
-
-def logged(trainer: Trainer) -> list[Any]:
-    if not trainer.is_global_zero:
-        return []
-    with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
-        rows = list(csv.DictReader(file))
-    # By these names users find their curves.
-    assert list(rows[0]) == ["epoch", "lr-AdamW", "lr-AdamW-momentum", "step", "val_loss"]
-    return [float(value or 0) for row in rows for _, value in sorted(row.items())]
 
 
 def parameters_of_copies(trainer: Trainer) -> list[Any]:

@@ -21,14 +21,12 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parstrat import TunedDDPStrategy
 from tests.pool import RankError, RankPool
@@ -55,13 +53,11 @@ from tests.strategies.callback_scripts import (
     fit,
     fit_on_with_the_same_trainer,
     fit_twice,
-    logged,
     losses_until_stopped,
     parameters_of_copies,
     resume_from,
     saved_and_loaded,
     stopped_early,
-    validate_then_fit,
 )
 from tests.strategies.cases import EQUAL, FP64, WAITS
 from tests.strategies.late import late
@@ -103,8 +99,6 @@ class Case(NamedTuple):
     oracle: str = "ddp"
     tolerance: float = FP64
     world_sizes: tuple[int, ...] = (2, 3)
-    # An argument of the Trainer that needs the folder.
-    logger: Callable[[Path], Any] = lambda folder: False
     zero1_custom: str = EQUAL
     late: str = EQUAL
     zero2: str = EQUAL
@@ -121,9 +115,6 @@ GOES_ON = "ddp_tuned"
 CASES = {
     # Averages of weights.
     "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
-    "weight averaging, an optimizer in the module": Case(
-        lambda _: [WeightAveraging()], KeepsOptimizer, script=fit_twice
-    ),
     "weight averaging, resumed": Case(
         lambda folder: [WeightAveraging(), ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
         zoo.BatchNormalised,
@@ -137,11 +128,6 @@ CASES = {
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
     "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
-    "stochastic weight averaging, batch norm": Case(
-        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
-        zoo.BatchNormalised,
-        trainer={"max_epochs": 3, "accumulate_grad_batches": 2},
-    ),
     # The pass over the data that renews the statistics ends with a step, by gradients that validation may have freed.
     "stochastic weight averaging, batch norm, validated seldom": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
@@ -191,13 +177,6 @@ CASES = {
         trainer={"max_epochs": 6},
         look=losses_until_stopped,
     ),
-    "learning rate monitor": Case(
-        lambda _: [LearningRateMonitor("step", log_momentum=True)],
-        zoo.ScheduledTransformer,
-        trainer={"log_every_n_steps": 1},
-        look=logged,
-        logger=lambda folder: CSVLogger(folder),
-    ),
     # Checkpoints.
     "resumed within an epoch that accumulates": Case(
         lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
@@ -213,11 +192,11 @@ CASES = {
         oracle=GOES_ON,
     ),
     # The Trainer's arguments.
-    "limited to a share": Case(trainer={"limit_train_batches": 0.7, "accumulate_grad_batches": 2}),
-    "fast dev run": Case(trainer={"fast_dev_run": 3}),
-    "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
-    "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
-    "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
+    "all entry points, no inference mode": Case(
+        module=zoo.BatchNormalised,
+        script=all_entry_points,
+        trainer={"inference_mode": False, "val_check_interval": 2},
+    ),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "no optimizer": Case(module=WithoutOptimizer),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
@@ -281,7 +260,7 @@ def observe(case: Case, strategy: str, folder: Path) -> Run:
 
     def trainer(**more: Any) -> Trainer:
         callbacks = [watch, *more.pop("callbacks", case.callbacks(folder))]
-        arguments = {"max_epochs": 2, "default_root_dir": folder, "logger": case.logger(folder), **case.trainer}
+        arguments = {"max_epochs": 2, "default_root_dir": folder, **case.trainer}
         if dtype == torch.float64:
             arguments["precision"] = "64-true"
         return make_trainer(STRATEGIES[strategy](), callbacks=callbacks, **arguments, **more)

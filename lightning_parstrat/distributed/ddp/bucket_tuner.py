@@ -6,19 +6,20 @@ read from top to bottom. Each ``yield`` waits for one step of the training and r
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, Verdict, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, sent_by
+from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class BucketTuner:
 
     Args:
         ddp: The wrapper, before its first step. Its buckets are torch's default.
+        sent: The parameters whose gradients it sends.
         wrap: Makes wrappers with other buckets.
         policy: How to tune.
         control: Its group works on host memory.
@@ -48,6 +50,7 @@ class BucketTuner:
     def __init__(
         self,
         ddp: DistributedDataParallel,
+        sent: Collection[Tensor],
         wrap: Wrap,
         policy: TuningPolicy,
         control: Collectives,
@@ -55,9 +58,8 @@ class BucketTuner:
         kept: Path | None,
         warn: Callable[[str], None],
     ) -> None:
-        self._ddp, self._wrap, self._control, self._kept, self._warn = ddp, wrap, control, kept, warn
+        self._ddp, self._sent, self._wrap, self._control, self._kept, self._warn = ddp, sent, wrap, control, kept, warn
         self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
-        self._sent = sent_by(ddp)
         self._settling = _SETTLING_STEPS + ddp.static_graph
         self._steps_taken = 0
         self._on_gpu = device.type == "cuda"
@@ -165,7 +167,7 @@ class BucketTuner:
     def _adopt(self, size: int | None) -> None:
         """Gives the wrapper buckets of that size, or the default's. If one rank fails, the tuning stops on all."""
         # Some may be frozen by now. They are sent all the same.
-        exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size, self._control)
+        exchange_reducer(self._ddp, self._sent, self._wrap, size, self._control)
 
     def _measured(self, size: int | None, seconds: list[float]) -> Tried:
         """The median of the slowest rank. The number is the same on all ranks, so all decide alike."""

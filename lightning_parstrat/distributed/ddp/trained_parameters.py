@@ -7,8 +7,8 @@ lasts, the reducer is rebuilt, and gradients are sent in buckets again.
 """
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import (
     all_gather_object,
+    all_have_same,
     any_rank_for_each,
-    extremes_over_ranks,
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -55,7 +55,7 @@ class TrainedParameters:
 
     A reducer that finds unused parameters never waits in vain, and ranks may use different parameters. With such a
     reducer, unfrozen parameters count. Otherwise, parameters with a gradient count. After a change has lasted for two
-    steps (for one with ``find_unused_parameters``), the reducer is rebuilt.
+    steps, the reducer is rebuilt.
 
     Args:
         ddp: The wrapper, before its first step.
@@ -70,7 +70,8 @@ class TrainedParameters:
         self._control = messages.control
         self._message: Exchange | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
-        self._sent = sent_by(ddp)
+        self.sent = sent_by(ddp)
+        """The parameters that the reducer sends, and whether it expects a sparse gradient of each."""
         # All parameters that the wrapper has made equal on all ranks.
         self._equal = set(ddp.module.parameters())
         self._names: dict[Tensor, str] = {}
@@ -83,8 +84,8 @@ class TrainedParameters:
         self._beside: list[Tensor] = []
         self._without: list[Tensor] = []
         self._frozen_in_forward: list[Tensor] = []
+        # Numbers of the changes in the backwards of this step and of the one before. 0 is no change.
         self._numbers: set[int] = set()
-        self._joining: set[Tensor] = set()
         self._numbers_before: set[int] = set()
         self._read_module()
 
@@ -95,21 +96,21 @@ class TrainedParameters:
             Whether the reducer was rebuilt. Everything made for the old one is then void.
         """
         exchanged = self._exchange_where_it_lasts()
-        trained = all(map(_IS_TRAINABLE, self._sent))
-        self._frozen_in_forward = [] if trained else [one for one in self._sent if not one.requires_grad]
+        self._frozen_in_forward = self._frozen()
         return exchanged
 
     def _exchange_where_it_lasts(self) -> bool:
-        numbers, self._numbers = self._numbers, set()
-        joining, self._joining = self._joining, set()
-        if not numbers:
+        if not self._numbers:
             return False
-        before, self._numbers_before = self._numbers_before, numbers
+        before, self._numbers_before, self._numbers = self._numbers_before, self._numbers, set()
         # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
-        lasts = any(numbers) if self._finds_unused else len(numbers) == 1 and 0 not in numbers and numbers == before
-        if not lasts or not self._is_alike():
-            return False
-        return self._exchange({*self._sent, *joining}.difference(self._idle))
+        lasts = len(self._numbers_before) == 1 and self._numbers_before == before != {0}
+        return lasts and self._is_alike() and self._exchange({*self.sent, *self._beside}.difference(self._idle))
+
+    def _frozen(self) -> list[Tensor]:
+        """Parameters that the reducer sends, but that are frozen now."""
+        # Usually none is: in C this takes half as long.
+        return [] if all(map(_IS_TRAINABLE, self.sent)) else [one for one in self.sent if not one.requires_grad]
 
     def begin_backward(self, loss: Tensor, sends: bool) -> None:
         """Call before each backward of ``loss``, when DDP is prepared for it. If it sends gradients, collective.
@@ -145,7 +146,6 @@ class TrainedParameters:
         self._fired.clear()
         number = self._number_of_change()
         self._numbers.add(number)
-        self._joining.update(self._beside)
         self._message = self._messages.launch(number=number)
         # Other ranks do not know of a change that they do not have. Only changes on all ranks may be sent.
         if self._beside and self._is_alike():
@@ -164,12 +164,6 @@ class TrainedParameters:
     def _is_alike(self) -> bool:
         return self._message is None or bool(self._message.wait().is_alike)
 
-    @contextmanager
-    def as_sent(self) -> Iterator[None]:
-        """Within it, the parameters that the reducer sends require gradients, and no others."""
-        with trainable(self._sent, self._ddp.module.parameters()):
-            yield
-
     def close(self) -> None:
         """Removes the hooks. Not collective."""
         for hook in self._hooks.values():
@@ -178,7 +172,7 @@ class TrainedParameters:
 
     def names_without_gradient(self) -> list[str]:
         """Names of parameters that the reducer sends and that have no gradient now. Not collective."""
-        return [self._names[one] for one in self._sent if one.grad is None]
+        return [self._names[one] for one in self.sent if one.grad is None]
 
     def _is_as_read(self) -> bool:
         held = list(chain.from_iterable(self._views))
@@ -191,10 +185,10 @@ class TrainedParameters:
         self._held = list(chain.from_iterable(self._views))
         names: dict[Tensor, str] = {one: name for name, one in module.named_parameters() if name not in ignored}
         # A removed parameter keeps its name.
-        self._names = {**{one: self._names.get(one, "") for one in self._sent}, **names}
-        self._removed = [one for one in self._sent if one not in names]
+        self._names = {**{one: self._names.get(one, "") for one in self.sent}, **names}
+        self._removed = [one for one in self.sent if one not in names]
         self._equal &= set(self._names)
-        beside = names.keys() - self._sent.keys()
+        beside = names.keys() - self.sent.keys()
         for parameter in self._hooks.keys() - beside:
             self._hooks.pop(parameter).remove()
         for parameter in beside - self._hooks.keys():
@@ -208,15 +202,13 @@ class TrainedParameters:
         """Parameters that the reducer sends, but that may be out of the graph: frozen at forward or now, or removed."""
         if self._finds_unused:
             return []
-        # Usually none is: in C this takes half as long.
-        frozen = [] if all(map(_IS_TRAINABLE, self._sent)) else [one for one in self._sent if not one.requires_grad]
-        return list(dict.fromkeys((*self._frozen_in_forward, *frozen, *self._removed)))
+        return list(dict.fromkeys((*self._frozen_in_forward, *self._frozen(), *self._removed)))
 
     def _take_part_with_zeros(self) -> None:
         """Gives the reducer the idle parameters' zeros, by a separate backward: the user's sees them unchanged."""
-        sparse = [one for one in self._idle if self._sent[one]]
+        sparse = [one for one in self._idle if self.sent[one]]
         with torch.enable_grad(), trainable(self._idle):
-            nothing = [_nothing_of(one, self._sent[one]) for one in self._idle]
+            nothing = [_nothing_of(one, self.sent[one]) for one in self._idle]
         # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
         with trainable(sparse):
             torch.autograd.backward(nothing)
@@ -259,13 +251,10 @@ class TrainedParameters:
             return False
         with trainable(wanted, ddp.module.parameters()):
             sent = sent_by(ddp)
-        number = digest([self._label(one) for one in sent])
-        largest, smallest = extremes_over_ranks(number, self._control)
-        if largest != smallest or not sent:
+        if not sent or not all_have_same(digest([self._label(one) for one in sent]), self._control):
             return False
         exchange_reducer(ddp, sent.keys(), self._wrap, None, self._control)
-        self._sent = sent
-        self._numbers_before = set()
+        self.sent, self._numbers_before = sent, set()
         self._read_module()
         return True
 

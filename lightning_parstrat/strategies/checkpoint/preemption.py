@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -28,7 +28,6 @@ from typing_extensions import override
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
-    BetweenBatches,
     give_back_signals,
     leave_signals_alone,
     path_for_slurm_job,
@@ -140,7 +139,7 @@ class Preemption(Part):
         callbacks[:] = [one for one in callbacks if one is not self._callback]
 
 
-class SavesWhenPreempted(BetweenBatches):
+class SavesWhenPreempted(Callback):
     """Records signals, saves between batches, and follows a training. Runs before the user's callbacks.
 
     Every ``on_train_batch_end`` that ends a window is collective. If the window has sent no control message, it sends
@@ -229,8 +228,7 @@ class SavesWhenPreempted(BetweenBatches):
 
         All work on the last batch is done: hooks, validation, the end of the epoch.
         """
-        # Not in the next batch: see `BetweenBatches`.
-        self.on_train_batch_start = None  # type: ignore[assignment]
+        del self.on_train_batch_start
         # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
         self._messages.signal = 0
         saved = self._save(trainer)

@@ -6,6 +6,7 @@ import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.strategies.checkpoint import preemption
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import by_flag, make_trainer, zero1
+from tests.strategies.parity import make_trainer, zero1, zero3
 from tests.strategies.test_report import listening
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 STRATEGIES = {
     "zero1_custom": zero1,
-    "zero2_custom": lambda: zero1(shard_gradients=True),
-    "zero3_custom": lambda: by_flag(lightning_class("ZeRO3Strategy")),
-    "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy")),
+    "zero2_custom": partial(zero1, shard_gradients=True),
+    "zero3_custom": zero3,
+    "ddp_tuned": TunedDDPStrategy,
 }
-
-
-def lightning_class(name: str) -> Any:
-    import lightning_parstrat
-
-    return getattr(lightning_parstrat, name)
 
 
 @contextmanager

@@ -157,13 +157,14 @@ def train_on_big_batches(
                 for sample in window
                 if sample.weight
             ]
-            torch.stack(losses).sum().backward()
+            loss = torch.stack(losses).sum()
+            loss.backward()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
             if max_norm is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
             if max_value is not None:
                 nn.utils.clip_grad_value_(model.parameters(), max_value)
-            stepper.step()
+            stepper.step(lambda loss=loss: loss)
         truth.norms.append(float(norm) if total > 0 else math.nan)
         truth.parameters.append(flat(model))
     return truth

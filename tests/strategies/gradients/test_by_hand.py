@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.strategies.gradients.big_batch import Sample, flat, network, sgd
+from tests.strategies.gradients.big_batch import Regression, Sample, flat, network, sgd
 from tests.strategies.gradients.trainings import KINDS, by_pairs, fit, ranks_batches, strategy
 
 BATCHES = 6
@@ -231,3 +232,28 @@ def test_in_16_mixed_gradients_that_are_partly_unscaled_are_refused(pool: RankPo
             found, ("", *["another backward came before their optimizer"] * 2) * 2, strict=True
         ):
             assert expected in message and bool(expected) == bool(message)
+
+
+class ByHand(Regression):
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(output["loss"] if self.weighted else output)
+        self.optimizers().step()
+        return output
+
+
+def by_hand(kind: str) -> tuple[float, int]:
+    modules = ByHand(weighted=True), ByHand()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for module in modules:
+            module.automatic_optimization = False
+            fit(module, strategy(kind), BATCHES)
+    said = sum("`loss_weight` has no effect in manual optimization" in str(one.message) for one in caught)
+    return distance(modules[0].seen, modules[1].seen), said
+
+
+def test_a_warning_says_that_weights_have_no_effect_in_manual_optimization(pool: RankPool) -> None:
+    for kind in KINDS[:2]:
+        assert pool.run(2, by_hand, kind) == [(0.0, 1), (0.0, 0)]

@@ -154,6 +154,17 @@ class Divides(Regression):
         return {"loss": loss, "loss_weight": batch.weight}
 
 
+class StepsByTheLoss(torch.optim.SGD):
+    """Needs the loss to step, the mean over ranks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = 0.1 * float(closure())
+        super().step()
+
+
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
@@ -275,6 +286,9 @@ ROWS: dict[str, Row] = {
     "hooks look": Row(BY_3, Looks, truth={"optimizer": plain_sgd}),
     "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
     "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
+    "by the loss": Row(
+        {}, partial(Regression, StepsByTheLoss, True), weights=WEIGHTS, truth={"optimizer": StepsByTheLoss}
+    ),
     "not finite": poisoned((3,), {}, math.inf, adamw),
     "not finite, at once and at the end": poisoned((0, 6), {}),
     "not finite, two in a row": poisoned((2, 3), {}, optimizer=adamw),
@@ -285,7 +299,7 @@ ROWS: dict[str, Row] = {
     "not finite, short window": poisoned((6,), BY_3),
 }
 VISIBLE = ("ddp_tuned", "exposed")
-FOR = {"by torch": VISIBLE, "hooks look": VISIBLE, "hooks look, weighted": VISIBLE}
+FOR = {**dict.fromkeys(("by torch", "hooks look", "hooks look, weighted"), VISIBLE), "by the loss": KINDS[:3]}
 """What a user has hidden, neither hooks nor torch's functions find."""
 
 
