@@ -81,9 +81,6 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
         what the overridden property `optimizers` holds | zero1_custom trains nothing
     lightning.pytorch.strategies.Strategy._lightning_optimizers
         what `LightningModule.optimizers()` returns | manual optimization steps optimizers that are not sharded
-    lightning.pytorch.plugins.precision.Precision._after_closure
-        is overridden: completes a window whose last micro-batch had no backward | gradients of such a window are not
-        reduced
     lightning.pytorch.plugins.precision.Precision._clip_gradients
         is overridden: measures gradients before every step, and unscales them | `nonfinite_grads` and `grad_norm` have
         no effect

@@ -26,7 +26,7 @@ from lightning_parstrat.strategies.gradients.clipping import (
     GradientNorm,
     StepSkipped,
 )
-from lightning_parstrat.strategies.gradients.precision import WindowHooks, equip_precision
+from lightning_parstrat.strategies.gradients.precision import equip_precision
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 from lightning_parstrat.strategies.parts import Part
@@ -112,11 +112,7 @@ class Accumulation(Part):
         self._clipper = GradientClipper(
             self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
         )
-        self._restore_precision = equip_precision(
-            strategy.precision_plugin,
-            self._clipper,
-            WindowHooks(self.end_backward, self._complete_window, self._note_skipped_step),
-        )
+        self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper, self.end_backward)
 
     def begin_batch(self) -> None:
         """Counts the micro-batches of the window."""
@@ -182,17 +178,19 @@ class Accumulation(Part):
             self._weights.end_backward()
         self._hooks.end_backward(not self.accumulates)
 
-    def _complete_window(self) -> None:
-        """Reduces and scales gradients if the last micro-batch of a window had no backward.
+    def _complete_window(self, closure: Callable[[], Any]) -> Any:
+        """Calls a closure. Reduces and scales gradients if the last micro-batch of a window had no backward.
 
         Only a training with one rank may return None from ``training_step``. With more, Lightning refuses it.
         """
+        loss = closure()
         waits = self.scale is None and not self.accumulates and self._has_backward
         if waits and self._module.automatic_optimization:
             self.scale = functools.cache(self._scale_of_window)
             self._hooks.reduce_local()
             self._hooks.end_backward(True)
         self._hooks.before_step()
+        return loss
 
     @property
     def _is_weightless(self) -> bool:
@@ -259,7 +257,7 @@ class Accumulation(Part):
             # By the loss, the optimizer decides how far to step, and whether to call again. All ranks need the same.
             closure = functools.partial(self._mean_loss, closure)
         try:
-            return by_lightning(optimizer, closure, *args, **given)
+            return by_lightning(optimizer, functools.partial(self._complete_window, closure), *args, **given)
         except StepSkipped:
             if self._policy.nonfinite_grads == "raise" and not self._is_weightless:
                 trainer = self._trainer

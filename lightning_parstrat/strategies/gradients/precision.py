@@ -6,7 +6,7 @@ the ``__qualname__``: Lightning saves a plugin's state in checkpoints under that
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -21,20 +21,6 @@ from lightning_parstrat.strategies.gradients.clipping import GradientClipper, St
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
-class WindowHooks(NamedTuple):
-    """Functions called between a backward and the step.
-
-    Attributes:
-        end_backward: Called after every backward, before hooks read its gradients.
-        complete_window: Called before gradients are stepped, for a window whose last micro-batch had no backward.
-        on_skip: Called when an optimizer's step was skipped because the loss scale was too large.
-    """
-
-    end_backward: Callable[[], None]
-    complete_window: Callable[[], None]
-    on_skip: Callable[[Optimizer], None]
-
-
 class _ClippingPrecision:
     """The differences from Lightning's plugins, whichever it is.
 
@@ -42,7 +28,7 @@ class _ClippingPrecision:
     """
 
     _clipper: GradientClipper
-    _window_hooks: WindowHooks
+    _end_backward: Callable[[], None]
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps the gradients. If they are in shards, it clamps the shards."""
@@ -65,14 +51,9 @@ class _ClippingPrecision:
 
     def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs after backward, with hooks that read gradients."""
-        self._window_hooks.end_backward()
+        self._end_backward()
         loss: Tensor = super().post_backward(*args, **kwargs)  # type: ignore[misc]
         return loss
-
-    def _after_closure(self, model: Any, optimizer: Optimizer) -> None:
-        """Runs between backward and step: first hooks that may change gradients, then clipping."""
-        self._window_hooks.complete_window()
-        super()._after_closure(model, optimizer)  # type: ignore[misc]
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients. Clips in automatic optimization."""
@@ -88,7 +69,7 @@ class _ClippingPrecision:
         except StepSkipped:
             scaler = _enabled_scaler(self)
             if scaler is not None and scaler.has_scaled:
-                self._unscale(optimizer)
+                scaler.unscale_(optimizer)
                 scaler.leave_out(optimizer)
                 scaler.update()
             raise
@@ -111,7 +92,6 @@ class _ClippingGradScaler(torch.amp.GradScaler):
     """
 
     _clipper: GradientClipper
-    _on_skip: Callable[[Optimizer], None]
 
     @property
     def has_scaled(self) -> bool:
@@ -171,18 +151,19 @@ class _ClippingGradScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
-            self._on_skip(optimizer)
-            return None
+            raise StepSkipped
         return optimizer.step(*args, **kwargs)
 
 
-def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHooks) -> Callable[[], None]:
+def equip_precision(
+    plugin: Precision, clipper: GradientClipper, end_backward: Callable[[], None]
+) -> Callable[[], None]:
     """Replaces the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
         clipper: Clips the gradients.
-        hooks: Called between a backward and the step.
+        end_backward: Called after every backward, before hooks read its gradients.
 
     Returns:
         A function that restores both classes.
@@ -190,16 +171,16 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
     scaler = _enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
     plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, Precision)
-    plugin._clipper, plugin._window_hooks = clipper, hooks  # type: ignore[attr-defined]
+    vars(plugin).update(_clipper=clipper, _end_backward=end_backward)
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
-        scaler._clipper, scaler._on_skip = clipper, hooks.on_skip  # type: ignore[attr-defined]
+        scaler._clipper = clipper
 
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            for name in ("_clipper", "_window_hooks", "_on_skip"):
+            for name in ("_clipper", "_end_backward"):
                 vars(one).pop(name, None)
 
     return restore
