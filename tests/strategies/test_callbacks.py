@@ -128,6 +128,11 @@ CASES = {
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
     "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
+    "stochastic weight averaging, batch norm": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
+        zoo.BatchNormalised,
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 2},
+    ),
     # The pass over the data that renews the statistics ends with a step, by gradients that validation may have freed.
     "stochastic weight averaging, batch norm, validated seldom": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
