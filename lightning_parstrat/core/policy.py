@@ -28,27 +28,7 @@ CheckpointFormat = Literal["full", "sharded"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPolicy:
-    """How parameters are bucketed and owned.
-
-    Args:
-        bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets are sent earlier. Larger ones
-            pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the device and the
-            model, see :func:`~lightning_parstrat.core.bucket_cap.default_bucket_cap`.
-        partition: ``"element"`` cuts parameters at every end of a shard. ``"parameter"`` keeps each parameter on one
-            rank. Optimizers that work on uncut matrices need that. ``"auto"`` chooses by the optimizer.
-        expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward. True always does, and False
-            never. ``"auto"`` does if a callback or hook may read them.
-        master_weights: Whether each rank steps 16-bit parameters in an fp32 copy of its shard. ``"auto"`` does if there
-            are any, False never does. True always does, and raises an error if there are none.
-        overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
-        max_inflight_buckets: How many buckets of gradients may be in flight, at least 1. Beyond that, backward waits
-            for the first of them. None sets no bound. ``"auto"`` is 4 on a GPU, and no bound on CPUs. The host of a GPU
-            runs ahead and would keep the buffers of all.
-        shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
-            consecutive ranks. See :mod:`lightning_parstrat.core.shard_groups`.
-        shard_gradients: Whether accumulated gradients are sharded between micro-batches, too.
-        comm_dtype: The dtype in which fp32 gradients are sent to the owners of their shards. The owners sum in fp32.
-        gather_dtype: The dtype in which fp32 parameters are all-gathered. Each rank steps its shard in fp32.
+    """How parameters are bucketed and owned. The strategy ``ZeRO1Strategy`` documents these arguments, which it takes.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.
@@ -137,16 +117,7 @@ class ShardingPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class FullShardingPolicy:
-    """How parameters are sharded, gathered and reduced by FSDP2.
-
-    Args:
-        auto_wrap_policy: Classes whose modules are gathered one by one, or their names. None finds repeated blocks.
-        min_num_params: The smallest number of parameters of a block that is found.
-        reshard_after_forward: Whether parameters are freed between forward and backward.
-        shard_gradients: Whether accumulated gradients are sharded between micro-batches.
-        comm_dtype: The dtype in which gradients are sent. None keeps the gradients' dtype. They are summed in fp32.
-        param_dtype: The dtype in which parameters are sent and used. None keeps the parameters' dtype. ``"auto"`` is
-            ``"bf16"`` for weights of layers that "bf16-mixed" would round anyway, and None for all others.
+    """How FSDP2 shards, gathers and reduces. The strategy ``ZeRO3Strategy`` documents these arguments, which it takes.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.

@@ -41,10 +41,10 @@ core/bucket_cap.py: the cap on buckets does not grow with the number of ranks
 + return in_latency * (2 + between)
 core/test_bucket_cap.py
 
-core/norms.py: a maximum norm passes over NaN
+distributed/gradients/clipping.py: a maximum norm passes over NaN
 - return torch.where(combined[1] > 0, math.nan, combined[0]).to(dtype)
 + return combined[0].to(dtype)
-core/test_norms.py
+distributed/gradients/test_norms.py
 
 core/accumulation.py: a short window is divided by the full length
 - counted = accumulate if partial_window == "lightning" else micro_batches

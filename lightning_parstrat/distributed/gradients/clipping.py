@@ -1,4 +1,8 @@
-"""Clipping by the norm of the unsharded gradient, which lies in shards (one scalar all-reduce) or on every rank."""
+"""Clipping by the norm of the unsharded gradient, which lies in shards (one scalar all-reduce) or on every rank.
+
+For the p-norm, every rank contributes ``sum |g|^p`` of the gradients that it owns. For the maximum norm it contributes
+``max |g|``. The sum (the maximum) over ranks gives the norm of all gradients, since exactly one rank owns each element.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import marked
@@ -19,6 +22,7 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
 
 _WIDE = (torch.float32, torch.float64)
+_64_BITS = (torch.float64, torch.complex128)
 
 
 class NonfiniteGradientError(RuntimeError):
@@ -78,7 +82,8 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     return StepGradients(
         stepped=own + replicated,
         counted=(own if counts_own else []) + (replicated if counts_replicated else []),
-        dtype=accumulation_dtype([parameter.dtype for parameter in parameters]),
+        # 16-bit sums would overflow.
+        dtype=torch.float64 if any(p.dtype in _64_BITS for p in parameters) else torch.float32,
         device=parameters[0].device if parameters else torch.device("cpu"),
         collectives=collectives,
     )
@@ -130,6 +135,50 @@ def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) ->
     return list(norm_all(present, norm_type, dtype=dtype)) if present else []
 
 
+def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's contribution to the norm of all gradients.
+
+    Args:
+        norms: Norms of the gradients that this rank owns, 0-d tensors. There may be none. They are summed in the same
+            dtype on every rank.
+        norm_type: p > 0, or ``math.inf``.
+        device: The device of the result.
+
+    Returns:
+        1-D, to be combined over ranks. For a finite p, ``[sum |g|^p]`` in float64, since powers overflow sooner than
+        norms. For infinity, ``[max |g|, whether any is NaN]``, since a maximum over ranks may skip a NaN. Without
+        norms, zeros.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
+    if not norms:
+        return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
+    stacked = torch.stack([norm.to(device) for norm in norms]).double()
+    if math.isinf(norm_type):
+        # `posinf`: by default, infinity would become the largest finite number.
+        return torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
+    return stacked.pow(norm_type).sum().reshape(1)
+
+
+def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm over all ranks, from the sum (for infinity, the maximum) of their partial norms.
+
+    Args:
+        combined: 1-D, see :func:`partial_norm`.
+        norm_type: The same p.
+        dtype: The dtype of the result.
+
+    Returns:
+        A 0-d tensor. If any gradient is NaN, it is NaN.
+    """
+    if math.isinf(norm_type):
+        return torch.where(combined[1] > 0, math.nan, combined[0]).to(dtype)
+    return combined[0].pow(1.0 / norm_type).to(dtype)
+
+
 @torch.no_grad()
 def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Tensor:
     """Scales the gradients by the factor that brings ``norm`` down to ``max_norm``, at most by 1. Not collective.
@@ -144,7 +193,8 @@ def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Te
     Returns:
         The factor, a 0-d tensor.
     """
-    coefficient = clip_coefficient(norm, max_norm)
+    # The 1e-6 is torch's: clipped gradients must equal those of `clip_grad_norm_`.
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients.stepped:
         multiply_all(gradients.stepped, coefficient)
     return coefficient

@@ -1,14 +1,15 @@
+"""Norms of parts of the gradients, which combine to the norm of all."""
+
 import math
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_parstrat.core.norms import accumulation_dtype, partial_norm, total_norm
-from lightning_parstrat.distributed.gradients.clipping import norms_of
+from lightning_parstrat.distributed.gradients.clipping import norms_of, partial_norm, total_norm
 
 CPU = torch.device("cpu")
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
@@ -23,7 +24,8 @@ def partial(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tens
 
 def norm_over(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
     """What the ranks together find, each knowing its own gradients only."""
-    dtype = accumulation_dtype(tensor.dtype for tensors in ranks for tensor in tensors)
+    is_double = any(tensor.dtype == torch.float64 for tensors in ranks for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
     partials = torch.stack([partial(tensors, norm_type, dtype) for tensors in ranks])
     return total_norm(partials.amax(0) if math.isinf(norm_type) else partials.sum(0), norm_type, dtype)
 
@@ -36,6 +38,7 @@ def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int)
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(
     norm_type=st.sampled_from(NORM_TYPES),
     dtype=st.sampled_from(list(TOLERANCE)),
@@ -85,10 +88,3 @@ def test_neither_16_bits_nor_powers_overflow_or_swallow_small_terms() -> None:
     for norm_type, value in product((3.0, 8.0), (1e-20, 1e15)):
         found = norm_over([[torch.tensor([value])], [torch.tensor([value])]], norm_type)
         assert found.item() == pytest.approx(value * 2 ** (1 / norm_type), rel=1e-5)
-
-
-def test_accumulation_dtype() -> None:
-    single, double = torch.float32, torch.float64
-    assert accumulation_dtype(()) == accumulation_dtype((single,)) == accumulation_dtype((torch.complex64,)) == single
-    assert accumulation_dtype((torch.bfloat16, torch.float16)) == single
-    assert accumulation_dtype((torch.bfloat16, double)) == accumulation_dtype((torch.complex128, single)) == double
