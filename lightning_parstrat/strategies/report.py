@@ -19,7 +19,6 @@ from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
-from lightning_parstrat.distributed.engine.stepping import sharding_of
 from lightning_parstrat.strategies.parts import Part
 
 _STEPS_THAT_SETTLE = 3
@@ -177,10 +176,10 @@ def sharded_by(engine: ShardedDataParallel) -> str:
         return ""
     collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
     own, whole, leaves_out_state = 0.0, 0.0, False
-    for optimizer in engine.sharded_optimizers:
-        ratio = state_bytes_per_parameter_byte(optimizer)
+    for sharding in engine.shardings.values():
+        ratio = state_bytes_per_parameter_byte(sharding.optimizer)
         leaves_out_state |= ratio is None
-        for bucket in sharding_of(optimizer).buckets:
+        for bucket in sharding.buckets:
             # An optimizer keeps its state in the dtype that it steps.
             layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
             whole += (ratio or 0.0) * parameter_bytes(layouts)
@@ -223,7 +222,7 @@ def not_sharded(engine: ShardedDataParallel) -> str:
     """Which optimizers are not sharded, with the reasons and what to do. Empty if all are."""
     return " ".join(
         f"{type(optimizer).__name__} is not sharded, as {decision.reason}: every rank keeps all of its state, as under"
-        f" `ddp`. {decision.remedy}".rstrip()
+        " `ddp`. Optimizers that step each parameter by its own gradient are sharded, such as torch.optim.AdamW."
         for optimizer, decision in zip(engine.optimizers, engine.decisions, strict=True)
         if decision.partition is None
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import copy_all, users_of_storage
 
@@ -112,7 +113,7 @@ class GradientBucket:
         layout: The plan. Its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan, at least one of which is in this bucket.
         place: Which shard of the gradient belongs to this process.
-        comm_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
+        policy: The dtypes in which gradients and parameters are sent and stepped.
     """
 
     is_replicated = True
@@ -124,7 +125,7 @@ class GradientBucket:
         layout: BucketLayout,
         parameters: Sequence[Tensor],
         place: ShardPlace,
-        comm_dtype: torch.dtype | None = None,
+        policy: ShardingPolicy,
     ) -> None:
         self.index = index
         self.layout = layout
@@ -133,7 +134,7 @@ class GradientBucket:
         first = parameters[layout.slots[0].parameter]
         self.dtype = first.dtype
         self.device = first.device
-        self.comm_dtype = comm_dtype or first.dtype
+        self.comm_dtype = policy.reduced_in(first.dtype)
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.master: Tensor | None = None
         """The copy of the shard that this rank steps instead of the parameters."""
@@ -271,13 +272,11 @@ class ParameterBucket(GradientBucket):
     after the other, therefore peak at one bucket more. Not collective.
 
     Args:
-        index: Position in the order of reductions.
-        layout: The plan. Its slots refer to positions in ``parameters``.
-        parameters: All parameters of the plan.
-        place: Which shard belongs to this process, and of which copy.
-        comm_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
-        gather_dtype: The dtype in which parameters are sent. By default, the parameters' dtype.
-        master_dtype: The dtype in which this rank's shard is kept. By default, the parameters' dtype, without a copy.
+        index: See :class:`GradientBucket`.
+        layout: The plan.
+        parameters: The parameters.
+        place: The shard.
+        policy: The dtypes.
     """
 
     is_replicated = False
@@ -288,12 +287,10 @@ class ParameterBucket(GradientBucket):
         layout: BucketLayout,
         parameters: Sequence[Tensor],
         place: ShardPlace,
-        comm_dtype: torch.dtype | None = None,
-        gather_dtype: torch.dtype | None = None,
-        master_dtype: torch.dtype | None = None,
+        policy: ShardingPolicy,
     ) -> None:
-        super().__init__(index, layout, parameters, place, comm_dtype)
-        self.gather_dtype = gather_dtype or self.dtype
+        super().__init__(index, layout, parameters, place, policy)
+        self.gather_dtype, master_dtype = policy.gathered_in(self.dtype), policy.master_dtype(self.dtype)
         # Padding is sent with the parameters: as zeros, not as uninitialized memory.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
@@ -302,11 +299,11 @@ class ParameterBucket(GradientBucket):
         self._move_in(self.slots)
         if master_dtype is not None:
             self.master = self.shard.to(master_dtype, copy=True)
-        stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
             if slot.shard_slice is not None:
-                slot.shard = nn.Parameter(slot.view_into_shard(stepped))
-        self._own_users = self._users_of_buffer(self.slots)
+                slot.shard = nn.Parameter(slot.view_into_shard(self.shard if self.master is None else self.master))
+        # Parameters, shards and the bucket itself.
+        self._own_users = users_of_storage(self.flat)
 
     @property
     def shard(self) -> Tensor:
@@ -333,7 +330,7 @@ class ParameterBucket(GradientBucket):
 
         Such a tensor stays the parameter's storage, as under DDP: its user may hold it. From then on the bucket works
         on a copy. Other tensors may still use the memory that the parameter had in the bucket: two parameters may have
-        swapped data. In that case the bucket moves to a new buffer.
+        swapped data. So the bucket moves to a new buffer.
 
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
@@ -345,7 +342,7 @@ class ParameterBucket(GradientBucket):
         self._has_rebound = True
         with torch.no_grad():
             if not all(slot.is_rebound for slot in rebound):
-                self._leave_memory_that_others_hold(rebound)
+                self._move_to_new_buffer(rebound)
             for slot in rebound:
                 slot.is_rebound = True
                 slot.view_into(self.flat).copy_(slot.parameter.data)
@@ -369,12 +366,12 @@ class ParameterBucket(GradientBucket):
         start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
         return [
             slot
-            for slot, parameter in zip(self.slots, self.parameters, strict=True)
+            for slot in self.slots
             if slot.place.numel
             and (
-                parameter.data_ptr() != start + slot.place.offset * width
-                or parameter.stride() != slot.strides
-                or parameter.dtype != dtype
+                slot.parameter.data_ptr() != start + slot.place.offset * width
+                or slot.parameter.stride() != slot.strides
+                or slot.parameter.dtype != dtype
             )
         ]
 
@@ -388,26 +385,15 @@ class ParameterBucket(GradientBucket):
                     " before `fit`, not during it."
                 )
 
-    def _leave_memory_that_others_hold(self, rebound: Sequence[ParameterSlot]) -> None:
-        """Moves to a new buffer, if other tensors use this one than the parameters ``in_place`` and the shards."""
-        in_place = [slot for slot in self.slots if slot not in rebound]
-        # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
-        if users_of_storage(self.flat) <= self._users_of_buffer(in_place):
-            return
+    def _move_to_new_buffer(self, rebound: Sequence[ParameterSlot]) -> None:
         # The holder of a view keeps the old memory, as under DDP. A file that saves such a view must still cut it out.
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
-        self._move_in(in_place)
+        self._move_in([slot for slot in self.slots if slot not in rebound])
         if self.master is None:
             for slot in self.slots:
                 if slot.shard is not None:
                     slot.shard.data = slot.view_into_shard(self.shard)
-
-    def _users_of_buffer(self, in_place: Sequence[ParameterSlot]) -> int:
-        """How many tensors use the buffer, if only the parameters ``in_place`` and the shards do."""
-        shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
-        # The buffer itself, and the handle that the count needs.
-        return 2 + sum(slot.place.numel > 0 for slot in in_place) + shards
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
@@ -438,14 +424,11 @@ class ParameterBucket(GradientBucket):
             with torch.no_grad():
                 take_where_changed(self.master, self.shard, self._rounded(self.master))
 
-    def publish_master_weights(self) -> None:
-        """Rounds the stepped master weights into the parameters."""
+    def parameters_to_send(self) -> Tensor:
+        """The buffer of the all-gather, with this rank's stepped part: the parameters' buffer, or a narrow one."""
         if self.master is not None:
             with torch.no_grad():
                 self.shard.copy_(self._rounded(self.master))
-
-    def parameters_to_send(self) -> Tensor:
-        """The buffer of the all-gather, with this rank's part filled: the parameters' buffer, or a narrow one."""
         if self.gather_dtype == self.dtype:
             return self.flat
         buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)

@@ -2,11 +2,10 @@
 
 So nothing is in flight while a compiler reads code. Before a compiled part of the module is called, all its parameters
 are waited for. A compiled function that reads parameters may not be a part of the module. The class of a parameter in
-flight differs. If such a function finds one, torch compiles it again, and that is noticed. If that repeats, parameters
-arrive within their steps. Code that compares no classes (``guard_filter_fn``) is not noticed.
+flight differs. If such a function finds one, torch compiles it again, and that is noticed. After the third time,
+parameters arrive within their steps. Code that compares no classes (``guard_filter_fn``) is not noticed.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,9 +22,8 @@ from lightning_parstrat.distributed.torch_compat import (
     stop_calling_before_compiling,
 )
 
-_COMPILATIONS, _STEPS = 3, 16
-"""So many compilations within so many steps, each with parameters in flight, are no accident. After eight, torch stops
-compiling a function again."""
+_MOST_IN_FLIGHT = 3
+"""So many compilations with parameters in flight are no accident. After eight, torch compiles a function no more."""
 
 
 class CompiledCode:
@@ -40,7 +38,7 @@ class CompiledCode:
         self._module = module
         self._gatherer = gatherer
         self._calls: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self._found_in_flight: deque[int] = deque(maxlen=_COMPILATIONS)
+        self._found_in_flight = 0
         self._wait_before_calls()
         call_before_compiling(self._before_compiling)
 
@@ -55,10 +53,9 @@ class CompiledCode:
 
     def _before_compiling(self, occasion: object) -> None:
         gatherer = self._gatherer
-        if gatherer.is_busy and looks_at_code(occasion) and gatherer.steps not in self._found_in_flight:
-            self._found_in_flight.append(gatherer.steps)
-            if len(self._found_in_flight) == _COMPILATIONS and gatherer.steps - self._found_in_flight[0] <= _STEPS:
-                gatherer.overlaps = False
+        if gatherer.is_busy and looks_at_code(occasion):
+            self._found_in_flight += 1
+            gatherer.overlaps = gatherer.overlaps and self._found_in_flight < _MOST_IN_FLIGHT
         gatherer.finish()
         self._wait_before_calls()
 

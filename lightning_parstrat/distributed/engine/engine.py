@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,12 @@ from lightning_parstrat.core.layout import Partition, parts_of
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import (
+    any_rank,
+    any_rank_for_each,
+    broadcast_object,
+    topology_of_ranks,
+)
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -30,8 +34,7 @@ from lightning_parstrat.distributed.comm.work import Streams
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.compiled_code import CompiledCode
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.engine.gradient_order import GradientOrder
-from lightning_parstrat.distributed.engine.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.engine.planning import UNNAMED, BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.engine.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.engine.shardability import (
     ShardingDecision,
@@ -41,7 +44,7 @@ from lightning_parstrat.distributed.engine.shardability import (
 )
 from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
-from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, sharding_of, unshard
+from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, unshard
 from lightning_parstrat.distributed.torch_compat import (
     is_compiled,
     is_compiled_as_a_whole,
@@ -112,13 +115,14 @@ class ShardedDataParallel:
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._order = order
-        self._first_backward: GradientOrder | None = None
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
-        self.sharded_optimizers = [
-            optimizer
-            for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
-            if decision.partition is not None
-        ]
+        self.shardings = {
+            number: OptimizerSharding(
+                self.optimizers[number], self.reducer, self.gatherer, self._adopt_added_parameters
+            )
+            for number in self._partitions
+        }
+        """The shardings of optimizers, by the optimizers' positions."""
         self._shard_optimizers()
         self.reducer.collectives.connect(device)
         self.gatherer.collectives.connect(device, reduces=False)
@@ -128,11 +132,6 @@ class ShardedDataParallel:
         self._compiled_code = CompiledCode(module, self.gatherer)
         # Releases the memory that parameters have left. While nothing is in flight, that makes no rank wait.
         torch.cuda.empty_cache()
-
-    @property
-    def shard_groups(self) -> ShardGroups:
-        """Which ranks share a copy of the sharded state."""
-        return self.reducer.collectives.shard_groups
 
     @property
     def buckets(self) -> list[ParameterBucket]:
@@ -159,7 +158,11 @@ class ShardedDataParallel:
     @property
     def plan(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order of reductions."""
-        return self._planner().names(self.buckets)
+        names = self._names()
+        return [[names.get(slot.parameter, UNNAMED) for slot in bucket.slots] for bucket in self.buckets]
+
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def follow_first_backward(self) -> None:
         """Lets buckets follow the order of gradients in the next backward. No effect if an order is given.
@@ -167,7 +170,7 @@ class ShardedDataParallel:
         In that backward, gradients stay in ``param.grad``, and are sent when it has ended.
         """
         if not self._order and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1:
-            self._first_backward = GradientOrder(self.module, self.reducer.control.group)
+            self.reducer.recorded = {}
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer get buckets.
@@ -177,42 +180,42 @@ class ShardedDataParallel:
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
         # A callback may call `add_param_group` at any step. All ranks call it at the same one.
-        if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
-            self._adopt_added_parameters()
+        for sharding in self.shardings.values():
+            sharding.adopt_added_parameters()
         # Backward reads parameters in C++, without waiting for them.
         self.gatherer.finish()
-        if self._first_backward is None:
+        if self.reducer.recorded is None:
             self.reducer.prepare_backward(loss, scale)
         else:
-            self._first_backward.listen()
+            # The record of an earlier backward, which has failed, is dropped.
+            self.reducer.recorded.clear()
 
     def end_backward(self, scale: GradientScale | None = None) -> None:
         """Call after a backward that :meth:`prepare_backward` has announced, on all ranks."""
-        first, self._first_backward = self._first_backward, None
-        if first is not None:
-            self._follow(first.end())
+        recorded, self.reducer.recorded = self.reducer.recorded, None
+        if recorded is not None:
+            self._follow([slot.parameter for slot in recorded])
             if self.reducer.synchronize:
                 self.reduce_local_gradients(scale)
 
-    def _follow(self, order: Sequence[Tensor]) -> None:
+    def _follow(self, made: Sequence[Tensor]) -> None:
         """Rebuilds the buckets, if gradients become ready in another order than buckets are sent in. Collective.
 
-        Compiled code keeps its buckets. So does an optimizer with state: the state would have to move. Gradients must
-        be in ``param.grad``. Peak memory is one bucket more.
+        Rank 0 decides for all. Compiled code keeps its buckets. So does an optimizer with state: the state would have
+        to move. Gradients must be in ``param.grad``. Peak memory is one bucket more.
 
         Args:
-            order: All parameters of the module in the order of their gradients, the same on all ranks.
+            made: Parameters in the order in which this rank has made gradients.
         """
-        turns = {parameter: turn for turn, parameter in enumerate(order)}
-        of_buckets = [[turns[slot.parameter] for slot in bucket.slots] for bucket in self.buckets]
-        fits = all(max(earlier) < min(later) for earlier, later in pairwise(of_buckets))
+        names, control = self._names(), self.reducer.control
+        order = broadcast_object([names[parameter] for parameter in made if parameter in names], control.group)
+        fits = self._planner(order).fits(self.buckets)
         # A rank that owns no parameter of an optimizer has no state of it, either.
         is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
-        if fits or any_rank(is_bound, self.reducer.control):
+        if fits or any_rank(is_bound, control):
             return
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         storages = self._storages()
-        self._order = [names[parameter] for parameter in order]
+        self._order = order
         for bucket in self.buckets:
             bucket.move_out(storages)
         self.reducer.dissolve_buckets(self.reducer.buckets)
@@ -260,8 +263,6 @@ class ShardedDataParallel:
         the state, so a checkpoint can be saved after training.
         """
         self._compiled_code.close()
-        if self._first_backward is not None:
-            self._first_backward.close()
         if failed:
             self.gatherer.abandon()
             self.reducer.abandon()
@@ -272,16 +273,15 @@ class ShardedDataParallel:
         storages = set() if failed else self._storages()
         for bucket in self.buckets:
             bucket.move_out(storages)
-        for optimizer in self.sharded_optimizers:
-            sharding_of(optimizer).attached = False
+        for sharding in self.shardings.values():
+            sharding.attached = False
 
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
 
     def _shard_optimizers(self) -> None:
-        for optimizer in self.sharded_optimizers:
-            sharding = OptimizerSharding(type(optimizer), self.reducer, self.gatherer, self._adopt_added_parameters)
-            shard_optimizer(optimizer, sharding)
+        for sharding in self.shardings.values():
+            shard_optimizer(sharding)
         self._bucket_parameters()
         if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
             raise ValueError(
@@ -296,26 +296,24 @@ class ShardedDataParallel:
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
         self.gatherer.finish()
-        sharded, owners = set(self.slots), self._owners()
+        sharded, owners = self.slots.keys(), self._owners()
         check_parameters(self.module, list(owners))
         # A parameter that was in no optimizer may be in one now. Its gradient must not be sent twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
-        planner = self._planner()
+        owners.update(dict.fromkeys(trained_outside(self.module, owners.keys() | sharded), ()))
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        for bucket in planner.sharded_buckets(new, self._partitions, len(self.reducer.buckets)):
-            self.reducer.add_buckets([bucket])
-        for number, partition in self._partitions.items():
-            optimizer = self.optimizers[number]
-            sharding_of(optimizer).look_up(optimizer, self.buckets)
-            if partition == "parameter":
-                _check_uncut(optimizer)
-            optimizer.state = shard_existing_state(optimizer.state, sharding_of(optimizer).slots)
-        outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
-        self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
+        first = 1 + max((bucket.index for bucket in self.reducer.buckets), default=-1)
+        for bucket in self._planner(self._order).buckets(new, self._partitions, first):
+            self.reducer.add_bucket(bucket)
+        for number, sharding in self.shardings.items():
+            sharding.look_up(self.buckets)
+            if self._partitions[number] == "parameter":
+                _check_uncut(sharding)
+            sharding.optimizer.state = shard_existing_state(sharding.optimizer.state, sharding.slots)
 
-    def _planner(self) -> BucketPlanner:
+    def _planner(self, order: Sequence[str]) -> BucketPlanner:
         control, gradients = self.reducer.control, self.reducer.collectives
-        return BucketPlanner(self.module, self.policy, control, gradients, self._order)
+        return BucketPlanner(self.module, self.policy, control, gradients, order)
 
     @property
     def _partitions(self) -> dict[int, Partition]:
@@ -336,14 +334,14 @@ class ShardedDataParallel:
         return owners
 
 
-def _check_uncut(optimizer: Optimizer) -> None:
-    for parameter, slot in sharding_of(optimizer).slots.items():
+def _check_uncut(sharding: OptimizerSharding) -> None:
+    for parameter, slot in sharding.slots.items():
         place = slot.place
         if len(list(parts_of(slot.bucket.layout.bounds, place.offset, place.offset + place.numel))) > 1:
             raise ValueError(
-                f"A parameter of shape {tuple(parameter.shape)} was added to {type(optimizer).__name__}, which steps"
-                " whole parameters, but an optimizer that had it before has cut it into shards. Give it to both before"
-                " the training, or set partition='parameter'."
+                f"A parameter of shape {tuple(parameter.shape)} was added to {type(sharding.optimizer).__name__}, which"
+                " steps whole parameters, but an optimizer that had it before has cut it into shards. Give it to both"
+                " before the training, or set partition='parameter'."
             )
 
 
@@ -353,6 +351,6 @@ def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[Shar
         return []
     replicated = any_rank_for_each([decision.partition is None for decision in decisions], control)
     return [
-        ShardingDecision(None, decision.reason or "it is not on another rank", decision.remedy) if flag else decision
+        ShardingDecision(None, decision.reason or "it is not on another rank") if flag else decision
         for decision, flag in zip(decisions, replicated, strict=True)
     ]

@@ -179,8 +179,6 @@ class ParameterGatherer:
         self.collectives = collectives
         self.streams = streams
         self.overlaps = False
-        self.steps = 0
-        """How many times :meth:`finish_prompt` was called."""
         self._in_flight: dict[ParameterBucket, _Gather] = {}
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
@@ -214,7 +212,6 @@ class ParameterGatherer:
 
     def finish_prompt(self) -> None:
         """Waits for buckets that could be read without a guard."""
-        self.steps += 1
         with self._lock:
             prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.is_guarded]
         for bucket in prompt:
@@ -239,6 +236,7 @@ class ParameterGatherer:
             gather = self._in_flight.get(bucket)
             if gather is None:
                 return
+            here = self.streams.current()
             mark_of_wait = marked(f"zero1_custom: wait for parameters of bucket {bucket.index}")
             with mark_of_wait, self.streams.on(gather.stream):
                 self.collectives.wait(gather.work)
@@ -246,7 +244,7 @@ class ParameterGatherer:
                 # Last: another thread that finds an ordinary parameter reads it at once.
                 del self._in_flight[bucket]
                 unmark(bucket.parameters)
-            if self.streams.current() != gather.stream:
+            if here != gather.stream:
                 # The reader's stream waits. The launching stream, which reads next in most trainings, has waited for
                 # the collective.
                 self.streams.wait_for(gather.stream)

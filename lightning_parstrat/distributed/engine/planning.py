@@ -1,6 +1,7 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import get_args
 
 import torch
@@ -22,6 +23,9 @@ from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 
 Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
+
+UNNAMED = "<not in the module>"
+"""The name of a parameter that an optimizer has, and the module does not."""
 
 
 class BucketPlanner:
@@ -51,20 +55,18 @@ class BucketPlanner:
         self._turn = {name: turn for turn, name in enumerate(in_turn)}
         self._device_type = next((parameter.device.type for parameter in self._names), "cpu")
 
-    def sharded_buckets(
-        self,
-        owners: Mapping[Tensor, Owners],
-        partitions: Mapping[int, Partition],
-        first: int,
-    ) -> Iterator[ParameterBucket]:
-        """Makes buckets of parameters of which each rank steps a shard, one by one, in the order of their reductions.
+    def buckets(
+        self, owners: Mapping[Tensor, Owners], partitions: Mapping[int, Partition], first: int
+    ) -> Iterator[GradientBucket]:
+        """Makes buckets of parameters, one by one, in the order of their reductions.
 
         Args:
-            owners: The parameters, each with its optimizers.
+            owners: The parameters, each with its optimizers. Parameters without any stay in their memory, and every
+                rank gets their mean gradient.
             partitions: How each optimizer's parameters may be cut, by the optimizer's position.
             first: The index of the first bucket.
         """
-        ordered = self._in_order_of_gradients(owners)
+        ordered = sorted(owners, key=self._turn_of)
         ready = {parameter: number for number, parameter in enumerate(ordered)}
         uncut = {parameter for parameter in ordered if "parameter" in [partitions[one] for one in owners[parameter]]}
         specs: list[ParameterSpec] = []
@@ -77,32 +79,21 @@ class BucketPlanner:
                 # The bucket is sent with its last gradient.
                 last = max(ready[parameters[slot.parameter]] for slot in layout.slots)
                 planned.append((last, layout, parameters))
-        self._check(specs, [layout for _, layout, _ in planned])
+        # Before anything is moved.
+        check_agreement(self._control, fingerprint(specs, [layout for _, layout, _ in planned]))
         # Stable: buckets that are ready together keep the order of the layout on every rank.
         for index, (_, layout, parameters) in enumerate(sorted(planned, key=lambda one: one[0]), first):
-            dtype, policy = parameters[layout.slots[0].parameter].dtype, self._policy
-            kinds = policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype)
-            yield ParameterBucket(index, layout, parameters, self._place, *kinds)
+            make = ParameterBucket if owners[parameters[layout.slots[0].parameter]] else GradientBucket
+            yield make(index, layout, parameters, self._place, self._policy)
 
-    def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
-        """The names of the parameters of each bucket, for a plan that is kept."""
-        return [[self._name(slot.parameter) for slot in bucket.slots] for bucket in buckets]
+    def fits(self, buckets: Sequence[ParameterBucket]) -> bool:
+        """Whether all gradients of a bucket are made before those of the next."""
+        of_buckets = [[self._turn_of(slot.parameter) for slot in bucket.slots] for bucket in buckets]
+        return all(max(earlier) < min(later) for earlier, later in pairwise(of_buckets))
 
-    def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
-        """Buckets of parameters that stay in their memory. Every rank gets their mean gradient."""
-        ordered = self._in_order_of_gradients(parameters)
-        specs = [self._spec(parameter, ()) for parameter in ordered]
-        layouts = self._plan(specs, "element")
-        self._check(specs, layouts)
-        made = []
-        for index, layout in enumerate(layouts, first):
-            comm_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
-            made.append(GradientBucket(index, layout, ordered, self._place, comm_dtype))
-        return made
-
-    def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
+    def _turn_of(self, parameter: Tensor) -> int:
         # A parameter that the module does not have comes first.
-        return sorted(parameters, key=lambda parameter: self._turn.get(self._name(parameter), -1))
+        return self._turn.get(self._name(parameter), -1)
 
     def _plan(self, specs: Sequence[ParameterSpec], partition: Partition) -> tuple[BucketLayout, ...]:
         policy = LayoutPolicy(
@@ -119,12 +110,8 @@ class BucketPlanner:
         model_bytes = sum(one.numel() * one.element_size() for one in trained)
         return self._policy.bucket_cap_bytes(model_bytes, self._shards, self._device_type, self._place.copies)
 
-    def _check(self, specs: Sequence[ParameterSpec], layouts: Sequence[BucketLayout]) -> None:
-        """Compares a plan over all ranks, before anything is moved. Collective."""
-        check_agreement(self._control, fingerprint(specs, layouts))
-
     def _name(self, parameter: Tensor) -> str:
-        return self._names.get(parameter, "<not in the module>")
+        return self._names.get(parameter, UNNAMED)
 
     def _spec(self, parameter: Tensor, owners: Owners) -> ParameterSpec:
         return ParameterSpec(
@@ -136,7 +123,7 @@ class BucketPlanner:
         )
 
 
-def trained_outside(module: nn.Module, sharded: Mapping[Tensor, Owners]) -> list[Tensor]:
+def trained_outside(module: nn.Module, sharded: Collection[Tensor]) -> list[Tensor]:
     """Parameters that can have gradients and are in no sharded optimizer, without those that DDP ignores."""
     ignored = names_ignored_by_ddp(module)
     return [

@@ -71,7 +71,6 @@ class _Reduction(NamedTuple):
         applied: A part of the scale, by which gradients were multiplied before the sum.
         shown: What was packed of a mean that ``param.grad`` already shows.
         scale: Makes a mean of the sum. If more micro-batches follow, None: the last one has the scale.
-        backward: The backward of this reduction.
         stream: The stream that owns the reduction's memory.
     """
 
@@ -82,7 +81,6 @@ class _Reduction(NamedTuple):
     applied: float
     shown: ShownMean
     scale: GradientScale | None
-    backward: object
     stream: Hashable
 
 
@@ -101,11 +99,10 @@ class _Backward:
     Attributes:
         scale: Turns sums over ranks into means. If a later micro-batch has the scale, None.
         buckets: The buckets that take part.
-        queue: The buckets for which all ranks expect gradients, in the order in which they are sent.
-        missing: How many of its expected gradients each bucket still waits for.
-        launched: How many buckets of the queue have been sent.
-        sent: All buckets that have been sent. If a bucket is sent again, the result is added.
+        missing: How many gradients each bucket still waits for, if all ranks expect any for it.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
+        queue: Those buckets, without the ones that were sent, in the order in which they are sent.
+        sent: All buckets that have been sent. If a bucket is sent again, the result is added.
         graph_task: Autograd's number for the backward. Before the first gradient, None.
         message: The flags of all ranks, from the end of backward on. One flag for each parameter that has a gradient,
             and one for each bucket with gradients left over. A number describes what was expected.
@@ -115,19 +112,13 @@ class _Backward:
     buckets: Sequence[GradientBucket]
     missing: dict[GradientBucket, int] = field(default_factory=dict)
     settles_at_end: bool = False
-    queue: list[GradientBucket] = field(init=False)
-    launched: int = 0
+    queue: deque[GradientBucket] = field(init=False)
     sent: set[GradientBucket] = field(default_factory=set)
     graph_task: int | None = None
     message: Exchange | None = None
 
     def __post_init__(self) -> None:
-        self.queue = list(self.missing)
-
-    @property
-    def waiting(self) -> Sequence[GradientBucket]:
-        """Buckets of the queue that have not been sent."""
-        return self.queue[self.launched :]
+        self.queue = deque(self.missing)
 
 
 class GradientReducer:
@@ -166,13 +157,14 @@ class GradientReducer:
         self.shards_accumulation = False
         self.collects_unannounced = False
         self.synchronize = True
+        self.recorded: dict[ParameterSlot, None] | None = None
+        """If set, the order in which gradients become ready is recorded here, and none is sent."""
         self._slots: list[ParameterSlot] = []
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self._backward: _Backward | None = None
         self._in_flight: list[_Reduction] = []
         self._not_waited_for: deque[_Reduction] = deque()
-        self._partial: list[GradientBucket] = []
         self._window_scale: GradientScale | None = None
 
     def follow_streams(self, streams: Streams) -> None:
@@ -256,6 +248,11 @@ class GradientReducer:
         slot.fresh = True
         if self._arrivals is not None:
             self._arrivals.note(slot.bucket)
+        if self.recorded is not None:
+            # Within reentrant checkpoints a gradient comes in parts: the last one counts.
+            self.recorded.pop(slot, None)
+            self.recorded[slot] = None
+            return
         backward = self._backward
         if backward is None or backward.message is not None:
             # This backward was not announced: the user called `loss.backward()`, and knows on which ranks how often.
@@ -271,12 +268,8 @@ class GradientReducer:
 
     def _launch_complete_buckets(self, backward: _Backward) -> None:
         # In the order of the queue, not in the order in which buckets fill: all ranks must launch alike.
-        while backward.launched < len(backward.queue):
-            bucket = backward.queue[backward.launched]
-            if backward.missing[bucket] > 0:
-                return
-            backward.launched += 1
-            self._launch(backward, bucket)
+        while backward.queue and backward.missing[backward.queue[0]] <= 0:
+            self._launch(backward, backward.queue.popleft())
 
     def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
         again = bucket in backward.sent
@@ -285,7 +278,7 @@ class GradientReducer:
         self._hold_back()
         own_stream = nullcontext() if self._arrivals is None else self._arrivals.waited_for(bucket)
         with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), own_stream:
-            self._in_flight.append(self._send(bucket, shown, backward.scale, backward))
+            self._in_flight.append(self._send(bucket, shown, backward.scale))
         self._not_waited_for.append(self._in_flight[-1])
 
     def _flush(self, backward: _Backward) -> None:
@@ -296,7 +289,7 @@ class GradientReducer:
             backward.missing = dict.fromkeys(backward.missing, 0)
             self._launch_complete_buckets(backward)
         self._send_flags(backward)
-        if backward.waiting or backward.settles_at_end:
+        if backward.queue or backward.settles_at_end:
             self._end_backward()
 
     def _send_flags(self, backward: _Backward) -> None:
@@ -309,7 +302,7 @@ class GradientReducer:
             if slot.fresh and slot.parameter.grad is not None
         }
         arrived = [slot.arrived or slot in left for slot in self._slots]
-        waiting, with_left = set(backward.waiting), {slot.bucket for slot in left}
+        waiting, with_left = set(backward.queue), {slot.bucket for slot in left}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
         expectation = zlib.crc32(bytes([slot.expected for slot in self._slots]))
         backward.message = self._messages.launch(bytes([*arrived, *left_over]), expectation)
@@ -321,7 +314,7 @@ class GradientReducer:
             return
         if backward.message is None:
             # The memory must outlive the transfers.
-            self._set_aside(backward)
+            self._set_aside()
         else:
             self._settle(backward, backward.message)
 
@@ -343,7 +336,7 @@ class GradientReducer:
                 # for.
                 slot.idle_backwards = 0 if used else slot.idle_backwards + 1
         # Buckets that no rank has used are not sent at all: the other half of a GAN costs nothing.
-        for bucket in backward.waiting:
+        for bucket in backward.queue:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
         left_over = agreed.flags[len(self._slots) :]
@@ -351,20 +344,16 @@ class GradientReducer:
             if needed:
                 self._launch(backward, bucket)
         exposed = [bucket for bucket in self.buckets if bucket in backward.sent and self._exposes(bucket)]
-        self._complete(exposed)
         if exposed:
+            self._complete()
             expose_gradients(exposed, self.collectives)
         # Gradients left over from a window may be sent after its last backward: the window's scale was set before.
-        if backward.scale is not None and self._partial and self._window_scale is None:
+        if backward.scale is not None and any(b.is_partial for b in self.buckets) and self._window_scale is None:
             self._window_scale = backward.scale
 
-    def _send(
-        self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None, backward: object
-    ) -> _Reduction:
+    def _send(self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None) -> _Reduction:
         buffer = bucket.pack_gradients(shown)
-        if scale is None and not bucket.is_partial:
-            bucket.is_partial = True
-            self._partial.append(bucket)
+        bucket.is_partial = bucket.is_partial or scale is None
         applied = 1.0
         if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # If the mean fits into float16, a sum over ranks may still overflow.
@@ -372,7 +361,7 @@ class GradientReducer:
             buffer.mul_(applied)
         shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT, self.collectives.sends_nothing)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, backward, self._streams.current())
+        return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, self._streams.current())
 
     def _hold_back(self) -> None:
         waiting = self._not_waited_for
@@ -382,31 +371,26 @@ class GradientReducer:
 
     def _wait(self, reduction: _Reduction, mark: str) -> None:
         # A wait frees the memory of the work, which then belongs to that stream again.
+        here = self._streams.current()
         with marked(mark), self._streams.on(reduction.stream):
             self.collectives.wait(reduction.work)
-        if self._streams.current() != reduction.stream:
+        if here != reduction.stream:
             self._streams.wait_for(reduction.stream)
 
-    def _complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
-        """Waits for the reductions of ``buckets`` (by default all). The mean gradients are then in their shards."""
+    def _complete(self) -> None:
+        """Waits for the reductions. The mean gradients are then in their shards."""
         if self._in_flight:
-            self._add_up(buckets)
-        if self._window_scale is not None and not self._in_flight:
-            self._close_window(self._window_scale)
+            self._add_up()
+        scale, self._window_scale = self._window_scale, None
+        if scale is not None:
+            # Turns sums of means over ranks into the mean over the window, also for buckets that its end did not use.
+            factor = scale() * self.collectives.world_size
+            for bucket in self.buckets:
+                bucket.end_partial_sum(factor)
 
-    def _close_window(self, scale: GradientScale) -> None:
-        """Turns sums of means over ranks into the mean over the window, also for buckets that its end did not use."""
-        partial, self._partial, self._window_scale = self._partial, [], None
-        factor = scale() * self.collectives.world_size
-        for bucket in partial:
-            bucket.end_partial_sum(factor)
-
-    def _add_up(self, buckets: Collection[GradientBucket] | None) -> None:
+    def _add_up(self) -> None:
         pending, self._in_flight = self._in_flight, []
-        if buckets is not None:
-            self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
-            pending = [reduction for reduction in pending if reduction.bucket in buckets]
-        self._not_waited_for = deque(self._in_flight)
+        self._not_waited_for.clear()
         # In the order of launches, in which the reductions arrive.
         for reduction in pending:
             bucket, scale = reduction.bucket, reduction.scale
@@ -426,14 +410,12 @@ class GradientReducer:
         for bucket in {reduction.bucket for reduction in pending if reduction.shown is ShownMean.ABSENT}:
             bucket.attach_gradients()
 
-    def _set_aside(self, backward: object | None = None) -> None:
-        """Drops the reductions of one backward, or of all. Their memory must outlive the transfers."""
+    def _set_aside(self) -> None:
+        """Drops the reductions in flight. Their memory must outlive the transfers."""
         _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
-        for reduction in self._in_flight:
-            if backward in (None, reduction.backward):
-                _TRANSFERS_SET_ASIDE.append(reduction.work)
-        self._in_flight = [one for one in self._in_flight if backward not in (None, one.backward)]
-        self._not_waited_for = deque(self._in_flight)
+        _TRANSFERS_SET_ASIDE.extend([reduction.work for reduction in self._in_flight])
+        self._in_flight = []
+        self._not_waited_for.clear()
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Waits for the reductions. The mean gradients are then in the shards of ``buckets``.
@@ -475,16 +457,15 @@ class GradientReducer:
         for bucket in dict.fromkeys([slot.bucket for slot in slots]):
             bucket.zero_gradients(slots, set_to_none)
 
-    def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        """Adds further buckets. Call it outside of backward, on all ranks alike."""
+    def add_bucket(self, bucket: GradientBucket) -> None:
+        """Adds a bucket. Call it outside of backward, on all ranks alike."""
         self._end_backward()
-        self.buckets += buckets
-        for bucket in buckets:
-            for slot in bucket.slots:
-                # Gradients accumulated before the parameter was in this bucket count as new.
-                slot.fresh = slot.parameter.grad is not None
-                self._slots.append(slot)
-                self._register_hook(slot)
+        self.buckets.append(bucket)
+        for slot in bucket.slots:
+            # Gradients accumulated before the parameter was in this bucket count as new.
+            slot.fresh = slot.parameter.grad is not None
+            self._slots.append(slot)
+            self._register_hook(slot)
 
     def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Removes buckets whose parameters get other buckets. Call it outside of backward, on all ranks alike.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
-from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import (
     METHODS,
     ClosureEvaluatedAgainError,
@@ -48,18 +48,11 @@ _SAME = 1e-3
 """Relative to the largest step of a parameter. Rounding stays far below, any dependence seen far above."""
 
 
-_ANOTHER_OPTIMIZER = "Optimizers that step each parameter by its own gradient are sharded, such as torch.optim.AdamW."
-
-
 class ShardingDecision(NamedTuple):
-    """How an optimizer's parameters are partitioned. If they are replicated for ``reason``, None.
-
-    ``remedy`` is a sentence for the user: which optimizer would be sharded instead.
-    """
+    """How an optimizer's parameters are partitioned. If they are replicated for ``reason``, None."""
 
     partition: Partition | None
     reason: str = ""
-    remedy: str = ""
 
 
 def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDecision:
@@ -77,13 +70,12 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
             of torch's element-wise ones.
     """
     if not isinstance(optimizer, Optimizer):
-        return ShardingDecision(
-            None, "it is no torch.optim.Optimizer", "A subclass of torch.optim.Optimizer can be sharded."
-        )
+        return ShardingDecision(None, "it is no torch.optim.Optimizer")
     check_supported(optimizer)
     cls = type(optimizer)
-    for reason, remedy in _obstacles(optimizer):
-        return ShardingDecision(None, reason, remedy)
+    obstacle = _obstacle(optimizer)
+    if obstacle:
+        return ShardingDecision(None, obstacle)
     if cls in ELEMENTWISE_OPTIMIZERS:
         return ShardingDecision("element" if choice == "auto" else choice)
     if choice == "element":
@@ -95,23 +87,23 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
     try:
         return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
     except ClosureEvaluatedAgainError:
-        return ShardingDecision(None, f"it {_AGAIN}", _ANOTHER_OPTIMIZER)
+        return ShardingDecision(None, f"it {_AGAIN}")
 
 
-def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Reasons why it cannot be sharded with any parameters, each with a remedy."""
-    cls = type(optimizer)
+def _obstacle(optimizer: Optimizer) -> str:
+    """Why it cannot be sharded with any parameters. Empty if there is no reason."""
+    cls, replaced = type(optimizer), _replaced_method(optimizer)
     if not takes_hooks(optimizer):
-        yield "its class does not call `Optimizer.__init__`", "A class that does can be sharded."
-    replaced = _replaced_method(optimizer)
+        return "its class does not call `Optimizer.__init__`"
     if replaced is not None:
-        yield f"its `{replaced}` was replaced on the object", f"A subclass that overrides `{replaced}` can be sharded."
+        return f"its `{replaced}` was replaced on the object, not overridden by a subclass"
     if cls.state_dict is not Optimizer.state_dict:
-        yield "its class has its own `state_dict`", "Optimizers that save their state as torch's do can be."
+        return "its class has its own `state_dict`"
     if needs_closure(optimizer):
-        yield f"its `step` needs a closure, and {_AGAIN}", _ANOTHER_OPTIMIZER
+        return f"its `step` needs a closure, and {_AGAIN}"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
-        yield "its `train` and `eval` change parameters outside of `step`", _ANOTHER_OPTIMIZER
+        return "its `train` and `eval` change parameters outside of `step`"
+    return ""
 
 
 def _replaced_method(optimizer: Optimizer) -> str | None:
@@ -131,7 +123,7 @@ def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) ->
     These are parameters that share memory with another parameter or buffer without being the same. Parameters that DDP
     ignores and parameters of dtypes without gradients are the others.
     """
-    parameters = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters = {parameter for optimizer in optimizers for parameter in grouped_parameters(optimizer)}
     ignored = names_ignored_by_ddp(module)
     ignored_tensors = {parameter for name, parameter in module.named_parameters() if name in ignored}
     unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
@@ -153,20 +145,15 @@ def check_supported(optimizer: Optimizer) -> None:
 
 
 def _try_out(optimizer: Optimizer) -> ShardingDecision:
-    found = steps_parameters_alone(optimizer)
-    if found.alike:
+    alike, error = steps_parameters_alone(optimizer)
+    if alike:
         return ShardingDecision("parameter")
-    if found.alike is not None:
-        return ShardingDecision(None, "the step of one parameter depends on others", _ANOTHER_OPTIMIZER)
-    if not found.error:
+    if alike is not None:
+        return ShardingDecision(None, "the step of one parameter depends on others")
+    if not error:
         # An optimizer that uses a gradient in the middle of a step does that: a promise would train it wrong.
-        return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy", _ANOTHER_OPTIMIZER)
-    return ShardingDecision(
-        None,
-        f"trying it on a copy failed ({found.error})",
-        "partition='parameter' shards it all the same. That is right only if no parameter's step depends on others. A"
-        " norm over all of them is such a dependence.",
-    )
+        return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy")
+    return ShardingDecision(None, f"trying it on a copy failed ({error}), and partition='parameter' was not set")
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
@@ -191,17 +178,6 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     """First and last byte, exclusive, that a strided tensor may read."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
-
-
-class _Twin(NamedTuple):
-    """A copy of an optimizer over probes. ``groups`` are the few probes that are stepped.
-
-    ``gradients`` are theirs, one for each step of each phase. Their sizes differ, and their directions change a little.
-    """
-
-    optimizer: Optimizer
-    groups: list[list[nn.Parameter]]
-    gradients: dict[Tensor, list[list[Tensor]]]
 
 
 class Trial(NamedTuple):
@@ -246,17 +222,17 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
     with warnings.catch_warnings(), _random_numbers_kept(optimizer):
         warnings.simplefilter("ignore")
         try:
-            whole, part = _copy(optimizer), _copy(optimizer, mesh)
-            watched = [pair for pair in _pairs(whole, part, remainder) if pair[0].numel()]
+            whole, part = _copy(optimizer), _copy(optimizer, remainder, mesh)
+            watched = [(whole.probes[n].detach(), one.detach()) for n, one in part.probes.items() if one.numel()]
             starts = [view.clone() for view, _ in watched]
-            _step(whole, 0, once=mesh is None)
-            _step(part, 0, once=mesh is None)
+            _step(whole, 0, mesh)
+            _step(part, 0, mesh)
             alike = _moved_alike(watched, starts)
             if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
                 # If a class has its own way of loading state, the result must not depend on other parameters, either.
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
-            _step(whole, 1, once=mesh is None)
-            _step(part, 1, once=mesh is None)
+            _step(whole, 1, mesh)
+            _step(part, 1, mesh)
         except ClosureEvaluatedAgainError:
             raise
         except Exception as error:
@@ -278,32 +254,44 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _copy(optimizer: Optimizer, mesh: DeviceMesh | None = None) -> _Twin:
+class _Twin(NamedTuple):
+    """A copy of an optimizer that steps ``probes``, by their numbers."""
+
+    optimizer: Optimizer
+    probes: dict[int, nn.Parameter]
+
+
+def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | None = None) -> _Twin:
     """A deep copy in which every parameter is replaced by a probe, everywhere in the optimizer.
 
-    With a mesh, probes that have rows are sharded by them.
+    Args:
+        optimizer: The optimizer.
+        remainder: If given, the copy steps every other probe, each in the place of a shard that is all of it.
+        mesh: If given, probes that have rows are sharded by them.
     """
     # Not `copy.deepcopy(optimizer)`: torch's own copying omits what a subclass has added.
     twin = object.__new__(type(optimizer))
     # A scheduler's wrapper of `step` is bound to the optimizer, whose state may fill the memory.
     memo: dict[int, Any] = {id(optimizer): twin}
     generator = torch.Generator().manual_seed(0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            memo[id(parameter)] = _sharded(_probe(parameter, generator), mesh)
+    for parameter in grouped_parameters(optimizer):
+        memo[id(parameter)] = _sharded(_probe(parameter, generator), mesh)
     # Users' hooks are not meant for a copy, and may refer to anything.
     twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
+    probes: dict[int, nn.Parameter] = {}
+    number = 0
     for group in twin.param_groups:
         if "lr" in group:
             group["lr"] = _noticeable(group["lr"])
         # Some parameters of every shape, and the last as well as the first.
         stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
-        group["params"] = group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP]
-    groups = [list(group["params"]) for group in twin.param_groups]
-    gradients = {
-        probe: _gradients(probe, number) for number, probe in enumerate(probe for group in groups for probe in group)
-    }
-    return _Twin(twin, groups, gradients)
+        chosen = dict(enumerate(group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP], number))
+        number += len(chosen)
+        if remainder is not None:
+            chosen = {n: nn.Parameter(one.detach().clone()) for n, one in chosen.items() if n % 2 == remainder}
+        group["params"] = list(chosen.values())
+        probes.update(chosen)
+    return _Twin(twin, probes)
 
 
 def _noticeable(learning_rate: Any) -> Any:
@@ -313,18 +301,12 @@ def _noticeable(learning_rate: Any) -> Any:
     return max(learning_rate, _SMALLEST_LEARNING_RATE)
 
 
-def _gradients(probe: nn.Parameter, number: int) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(number)
-    values = _whole(probe.detach()).cpu()
-    size = 4.0 ** (number % 3)
-    mesh = probe.device_mesh if isinstance(probe, DTensor) else None
-
-    def scaled(scale: float) -> Tensor:
-        noise = torch.randn(values.shape, generator=generator)
-        gradient = (scale * size * (values + 0.5 + noise)).to(device=probe.device, dtype=probe.dtype)
-        return _sharded(nn.Parameter(gradient), mesh).detach()
-
-    return [[scaled(scale) for scale in scales] for scales in _GRADIENT_SCALES]
+def _gradient(probe: nn.Parameter, number: int, step: int, scale: float) -> Tensor:
+    """The gradient of one step. Sizes differ between probes, and directions change a little between steps."""
+    base = torch.randn(probe.shape, generator=torch.Generator().manual_seed(number))
+    noise = torch.randn(probe.shape, generator=torch.Generator().manual_seed(1000 * number + step + 1))
+    gradient = (scale * 4.0 ** (number % 3) * (base + 0.5 + noise)).to(device=probe.device, dtype=probe.dtype)
+    return _sharded(nn.Parameter(gradient), probe.device_mesh if isinstance(probe, DTensor) else None).detach()
 
 
 def _sharded(probe: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -342,33 +324,10 @@ def _probe(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
     return nn.Parameter(data.to(dtype=dtype, device=parameter.device, copy=True).contiguous())
 
 
-def _pairs(whole: _Twin, part: _Twin, remainder: int | None) -> list[tuple[Tensor, Tensor]]:
-    """The pairs of tensors to compare: all parameters, or every other one. In that case ``part`` steps no others.
-
-    In the second case, each parameter is replaced by a shard that is all of it.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    number = 0
-    for group, ours, theirs in zip(part.optimizer.param_groups, whole.groups, part.groups, strict=True):
-        group["params"] = []
-        for one, other in zip(ours, theirs, strict=True):
-            number += 1
-            stepped = other
-            if remainder is not None:
-                if number % 2 != remainder:
-                    continue
-                stepped = nn.Parameter(other.detach().clone())
-                part.gradients[stepped] = part.gradients[other]
-            group["params"].append(stepped)
-            pairs.append((one.detach(), stepped.detach()))
-    return pairs
-
-
 @contextmanager
 def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
     """Within it, a step's random numbers do not change those of the training."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
+    devices = {one.device.index for one in grouped_parameters(optimizer) if one.device.type == "cuda"}
     python = random.getstate()
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -381,16 +340,16 @@ def _no_loss() -> Any:
     return torch.zeros(())
 
 
-def _step(twin: _Twin, phase: int, once: bool) -> None:
-    optimizer = twin.optimizer
-
-    for number in range(len(_GRADIENT_SCALES[phase])):
-        for probe, gradients in twin.gradients.items():
-            probe.grad = gradients[phase][number].clone()
+def _step(twin: _Twin, phase: int, mesh: DeviceMesh | None) -> None:
+    for step, scale in enumerate(_GRADIENT_SCALES[phase]):
+        for number, probe in twin.probes.items():
+            probe.grad = _gradient(probe, number, 10 * phase + step, scale)
         # Not `optimizer.step`, which a scheduler may have wrapped.
-        with without_step_hooks(optimizer):
-            evaluated: Callable[[], Any] = evaluated_once(_no_loss, type(optimizer).__name__) if once else _no_loss
-            type(optimizer).step(optimizer, closure=evaluated)
+        with without_step_hooks(twin.optimizer):
+            cls = type(twin.optimizer)
+            # Sharded parameters may be stepped by an optimizer that evaluates its closure again.
+            closure: Callable[[], Any] = _no_loss if mesh is not None else evaluated_once(_no_loss, cls.__name__)
+            cls.step(twin.optimizer, closure=closure)
 
 
 def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import marked
@@ -22,15 +23,18 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
     """
     gathers = []
     for bucket in buckets:
+        if bucket.unsharded_gradient is None:
+            raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
         with marked(f"zero1_custom: all-gather gradients of bucket {bucket.index}"):
-            gathers.append((bucket, collectives.all_gather(_unsharded_gradient(bucket), bucket.layout.bounds)))
-    for bucket, work in gathers:
+            work = collectives.all_gather(bucket.unsharded_gradient, bucket.layout.bounds)
+        gathers.append((bucket, bucket.unsharded_gradient, work))
+    for bucket, gradient, work in gathers:
         with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
             collectives.wait(work)
         for slot in bucket.slots:
             # A parameter that no rank used keeps None as its gradient. It neither decays nor moves by its momentum.
             if slot.reduced:
-                slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))
+                slot.parameter.grad = slot.view_into(gradient)
         if bucket.is_replicated:
             # From here on, only `param.grad` holds the gradient. Zeroing `param.grad` frees it.
             bucket.shard_gradient = bucket.unsharded_gradient = None
@@ -46,29 +50,29 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
         buckets: The buckets to show, after the reductions have finished.
         collectives: The reducer's collectives.
     """
-    shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
-    for bucket in shown:
+    shown = [(bucket, gradient) for bucket in buckets if (gradient := bucket.shard_gradient) is not None]
+    for bucket, gradient in shown:
         bucket.unsharded_gradient = torch.empty_like(bucket.flat)
-        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
+        bucket.shard_of(bucket.unsharded_gradient).copy_(gradient)
         for slot in bucket.slots:
             slot.reduced = slot.used
-    expose_gradients(shown, collectives)
+    expose_gradients([bucket for bucket, _ in shown], collectives)
     try:
         yield
     finally:
-        for bucket in shown:
-            _take_back(bucket)
+        for bucket, gradient in shown:
+            _take_back(bucket, gradient)
 
 
 @torch.no_grad()
-def _take_back(bucket: ParameterBucket) -> None:
+def _take_back(bucket: ParameterBucket, shard_gradient: Tensor) -> None:
     """Keeps this rank's part of the present ``param.grad``, and frees the rest."""
     for slot in bucket.slots:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
         if slot.shard_slice is None:
             continue
-        place = slot.view_into_shard(_shard_gradient(bucket))
+        place = slot.view_into_shard(shard_gradient)
         if gradient is None:
             # Another backward of the same step adds to the shard.
             place.zero_()
@@ -77,15 +81,3 @@ def _take_back(bucket: ParameterBucket) -> None:
             take_where_changed(place, slot.part_of(gradient))
     bucket.unsharded_gradient = None
     bucket.attach_gradients()
-
-
-def _unsharded_gradient(bucket: GradientBucket) -> torch.Tensor:
-    if bucket.unsharded_gradient is None:
-        raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
-    return bucket.unsharded_gradient
-
-
-def _shard_gradient(bucket: ParameterBucket) -> torch.Tensor:
-    if bucket.shard_gradient is None:
-        raise AssertionError(f"bucket {bucket.index} has no reduced gradient")
-    return bucket.shard_gradient

@@ -14,15 +14,12 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
-from types import MethodType
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.work import marked
@@ -35,6 +32,7 @@ from lightning_parstrat.distributed.engine.state import (
     StateByShard,
     StateLeftOut,
     gather_state_dict,
+    grouped_parameters,
     own_state_dict,
 )
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
@@ -146,34 +144,31 @@ class OptimizerSharding:
     """The sharding of one optimizer: its buckets, the shard of each parameter, and the objects that move them.
 
     Args:
-        optimizer_class: The optimizer's class.
+        optimizer: The optimizer.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
-        adopt_added_parameters: Makes buckets of parameters that were added to a group. Collective.
+        make_buckets: Makes buckets of all parameters that are in none. Collective.
     """
-
-    guard: RemovableHandle
-    """The handle of the hook that refuses a step which bypasses the optimizer's own methods."""
 
     def __init__(
         self,
-        optimizer_class: type[Optimizer],
+        optimizer: Optimizer,
         reducer: GradientReducer,
         gatherer: ParameterGatherer,
-        adopt_added_parameters: Callable[[], None],
+        make_buckets: Callable[[], None],
     ) -> None:
-        self.optimizer_class = optimizer_class
+        self.optimizer = optimizer
         self.reducer = reducer
         self.gatherer = gatherer
-        self.adopt_added_parameters = adopt_added_parameters
         self.buckets: list[ParameterBucket] = []
         self.slots: dict[Tensor, ParameterSlot] = {}
-        self.replicated: set[Tensor] = set()
         self.attached = True
-        self.methods: dict[str, MethodType] = {}
-        self.wrapped_step: Callable[..., Any] | None = None
+        self.methods: dict[str, types.MethodType] = {}
+        self.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
+        """The handle of the hook that refuses a step which bypasses the optimizer's own methods."""
         self.shard_groups = reducer.collectives.shard_groups
-        self._known_groups: _KnownGroups | None = None
+        self._make_buckets = make_buckets
+        self._replicated: set[Tensor] = set()
 
     @property
     def shards(self) -> Shards:
@@ -181,54 +176,40 @@ class OptimizerSharding:
         ranks = self.shard_groups.groups[0] if self.buckets else range(1)
         return Shards(self.slots, self.buckets, ranks, self.reducer.control)
 
-    def look_up(self, optimizer: Optimizer, buckets: Sequence[ParameterBucket]) -> None:
+    def look_up(self, buckets: Sequence[ParameterBucket]) -> None:
         """Finds the optimizer's parameters in buckets. Every rank steps all parameters that are in none."""
         slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in grouped_parameters(self.optimizer):
             if parameter in slots:
                 self.slots[parameter] = slots[parameter]
             else:
-                self.replicated.add(parameter)
+                self._replicated.add(parameter)
         own = {slot.bucket for slot in self.slots.values()}
         self.buckets = [bucket for bucket in buckets if bucket in own]
-        self._known_groups = None
 
-    def has_added_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a group holds a new parameter, by any way of adding. The same on all ranks."""
-        return self._groups(optimizer).have_added
+    def adopt_added_parameters(self) -> bool:
+        """Makes buckets if a group holds a new parameter, by any way of adding. Collective then.
 
-    def _groups(self, optimizer: Optimizer) -> "_KnownGroups":
-        """The tensors that replace the parameters in the groups. A change of groups or slots renews them."""
-        now = [group["params"] for group in optimizer.param_groups]
-        known = self._known_groups
-        # Not the tensors, whose `==` compares elements. A list may have been edited in place.
-        identities = [list(map(id, parameters)) for parameters in now]
-        if known is None or identities != known.identities:
-            stepped = [list(self._stepped(parameters)) for parameters in now]
-            by_bucket: list[dict[GradientBucket | None, list[Tensor]]] = [{} for _ in now]
-            for of_group, found in zip(stepped, by_bucket, strict=True):
-                for bucket, tensor in of_group:
-                    found.setdefault(bucket, []).append(tensor)
-            known = self._known_groups = _KnownGroups(
-                identities=identities,
-                stand_ins=[[tensor for _, tensor in of_group] for of_group in stepped],
-                by_bucket=by_bucket,
-                have_added=any(p not in self.slots and p not in self.replicated for group in now for p in group),
-            )
-        return known
+        Returns:
+            Whether there was one. The same on all ranks.
+        """
+        groups = self.optimizer.param_groups
+        added = any(p not in self.slots and p not in self._replicated for group in groups for p in group["params"])
+        if added:
+            self._make_buckets()
+        return added
 
-    def _stepped(self, parameters: Iterable[Tensor]) -> "Iterator[tuple[GradientBucket | None, Tensor]]":
-        """The tensors that this rank steps for ``parameters``: shards with their buckets, others with None."""
+    def stepped(self) -> list[list[tuple[GradientBucket | None, Tensor]]]:
+        """The tensors that this rank steps for each of the groups: shards with their buckets, others with None."""
+        return [list(self._stepped_for(group["params"])) for group in self.optimizer.param_groups]
+
+    def _stepped_for(self, parameters: Iterable[Tensor]) -> Iterator[tuple[GradientBucket | None, Tensor]]:
         for parameter in parameters:
             slot = self.slots.get(parameter)
             if slot is None:
                 yield None, parameter
             elif slot.shard is not None:
                 yield slot.bucket, slot.shard
-
-    def showing_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Within it, ``param_groups`` hold the tensors that this rank steps, not the full parameters."""
-        return showing(optimizer, self._groups(optimizer).stand_ins)
 
     @property
     def exposes_gradients(self) -> bool:
@@ -240,16 +221,11 @@ class OptimizerSharding:
         self.reducer.finish(self.buckets)
 
     def step(
-        self,
-        optimizer: Optimizer,
-        original_step: Callable[..., Any],
-        closure: Callable[[], Any] | None,
-        arguments: dict[str, Any],
+        self, original_step: Callable[..., Any], closure: Callable[[], Any] | None, arguments: dict[str, Any]
     ) -> Any:
         """Steps the shards, all-gathers the parameters. Collective: one all-gather per bucket that may have moved.
 
         Args:
-            optimizer: The optimizer of this sharding.
             original_step: ``step`` of the optimizer's class, bound to the optimizer.
             closure: Evaluated first, once, or None. The original gets its result.
             arguments: Further arguments of the original.
@@ -262,61 +238,57 @@ class OptimizerSharding:
             # Forward, backward, clipping and hooks are the user's: they see the full parameters.
             with torch.enable_grad():
                 loss = closure()
-            arguments["closure"] = evaluated_once(lambda: loss, self.optimizer_class.__name__)
+            arguments["closure"] = evaluated_once(lambda: loss, type(self.optimizer).__name__)
+        self._make_ready()
         results = []
-        with without_step_hooks(optimizer):
-            for part in self._parts(self._make_ready(optimizer)):
-                with showing(optimizer, part.stand_ins), marked(part.name):
+        with without_step_hooks(self.optimizer):
+            for buckets, stand_ins in self._parts():
+                name = f"zero1_custom: step bucket {', '.join([str(bucket.index) for bucket in buckets])}"
+                with marked(name), showing(self.optimizer, stand_ins):
                     results.append(original_step(**arguments))
                 arguments.pop("closure", None)
-                self._send(part)
+                for bucket in buckets:
+                    self.gatherer.launch(bucket)
         self.gatherer.finish_prompt()
         return results[0]
 
-    def _parts(self, known: "_KnownGroups") -> list["_Part"]:
-        """The parts that are stepped one after the other: the first is in flight while the next steps.
-
-        The next forward reads parameters in the reverse order of their gradients. An optimizer that may not step each
-        element alone steps once. It may count its steps, or act once per step.
-        """
-        # The last gradients to be ready belong to the parameters that the next forward reads first.
-        buckets = self._stepped_buckets()[::-1]
-        if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
-            return [_Part(buckets, known.stand_ins)]
-        stepped: list[tuple[list[ParameterBucket], list[GradientBucket | None]]] = [
-            (together, [*together]) for together in _worth_a_call(buckets)
-        ]
-        if any(None in by_bucket for by_bucket in known.by_bucket):
-            stepped.append(([], [None]))
-        return [
-            _Part(sent, [[one for key in keys for one in by_bucket.get(key, [])] for by_bucket in known.by_bucket])
-            for sent, keys in stepped
-        ]
-
-    def _send(self, part: "_Part") -> None:
-        for bucket in part.buckets:
-            bucket.publish_master_weights()
-            self.gatherer.launch(bucket)
-
-    def _make_ready(self, optimizer: Optimizer) -> "_KnownGroups":
-        """Brings gradients and parameters to the shards. Returns the tensors to be stepped."""
-        known = self._groups(optimizer)
+    def _make_ready(self) -> None:
+        """Brings gradients and parameters to the shards."""
+        before = len(self.buckets)
+        added = self.adopt_added_parameters()
         self.gatherer.finish()
-        if known.have_added:
-            before = len(self.buckets)
-            self.adopt_added_parameters()
+        if added:
             self.reducer.reduce_left_over(self.buckets[before:])
-            known = self._groups(optimizer)
-        self.finish_gradients()
+        self.reducer.finish(self.buckets)
         for bucket in self.buckets:
             # The user's changes to parameters since the last step (clamped, swapped, loaded) are stepped.
             bucket.copy_in_rebound()
             bucket.refresh_master_weights()
-        return known
+
+    def _parts(self) -> list[tuple[list[ParameterBucket], list[list[Tensor]]]]:
+        """The parts that are stepped one after the other: the first is in flight while the next steps.
+
+        The next forward reads parameters in the reverse order of their gradients. An optimizer that may not step each
+        element alone steps once. It may count its steps, or act once per step.
+
+        Returns:
+            Buckets, and their tensors in each of the optimizer's groups.
+        """
+        stepped = self.stepped()
+        # The last gradients to be ready belong to the parameters that the next forward reads first.
+        buckets = self._stepped_buckets()[::-1]
+        if type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+            return [(buckets, [[tensor for _, tensor in group] for group in stepped])]
+        parts = [
+            (together, [[tensor for bucket, tensor in group if bucket in together] for group in stepped])
+            for together in _worth_a_call(buckets)
+        ]
+        others = [[tensor for bucket, tensor in group if bucket is None] for group in stepped]
+        return [*parts, ([], others)] if any(others) else parts
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
         """Buckets whose parameters may have moved on any rank. The same on all ranks."""
-        if self.exposes_gradients or self.optimizer_class not in ELEMENTWISE_OPTIMIZERS:
+        if self.exposes_gradients or type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
@@ -346,34 +318,6 @@ def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBuck
     return together
 
 
-class _Part(NamedTuple):
-    """Buckets that one call steps, and their tensors in each of the optimizer's groups."""
-
-    buckets: list[ParameterBucket]
-    stand_ins: list[list[Tensor]]
-
-    @property
-    def name(self) -> str:
-        """The name in a trace."""
-        return f"zero1_custom: step bucket {', '.join([str(bucket.index) for bucket in self.buckets])}"
-
-
-class _KnownGroups(NamedTuple):
-    """The parameters that an optimizer's groups held at the last check, and what follows from them.
-
-    Attributes:
-        identities: The parameters' identities, of each group.
-        stand_ins: Tensors that this rank steps for them, of each group.
-        by_bucket: The same tensors by bucket, of each group.
-        have_added: Whether any of the parameters has no place yet.
-    """
-
-    identities: list[list[int]]
-    stand_ins: list[list[Tensor]]
-    by_bucket: list[dict[GradientBucket | None, list[Tensor]]]
-    have_added: bool
-
-
 def _of_class(optimizer: Optimizer, name: str) -> Any:
     """The attribute of ``optimizer`` without its instance's methods. A test's mock is found, too: it is not bound."""
     found = next(vars(base)[name] for base in type(optimizer).__mro__ if name in vars(base))
@@ -388,7 +332,7 @@ def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments:
     sharding = sharding_of(self)
     original = _of_class(self, "step")
     if sharding.attached:
-        return sharding.step(self, original, closure, arguments)
+        return sharding.step(original, closure, arguments)
     # The training has ended: the optimizer continues as an ordinary one.
     unsharded = unshard(self)
     self.load_state_dict(unsharded)  # type: ignore[arg-type]
@@ -403,14 +347,6 @@ def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
     if sharding.attached:
         set_to_none = bool(kwargs.get("set_to_none", args[0] if args else True))
         sharding.reducer.zero(set(sharding.slots.values()), set_to_none)
-
-
-def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-    """Adds the group and buckets its parameters. Collective: all ranks add the same group."""
-    _of_class(self, "add_param_group")(param_group)
-    sharding = sharding_of(self)
-    if sharding.attached:
-        sharding.adopt_added_parameters()
 
 
 def _state_dict(self: Optimizer) -> dict[str, Any]:
@@ -431,10 +367,10 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     Not collective, except for parameters that joined the groups since the last step: they get buckets first.
     """
     sharding = sharding_of(self)
-    if sharding.attached and sharding.has_added_parameters(self):
+    if sharding.attached:
         sharding.adopt_added_parameters()
     own = own_state_dict(self, sharding.slots, state_dict)
-    with sharding.showing_shards(self):
+    with showing(self, [[tensor for _, tensor in group] for group in sharding.stepped()]):
         _of_class(self, "load_state_dict")(own)
     self.state = StateByShard(sharding.slots, self.state)
 
@@ -446,7 +382,6 @@ def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
-    "add_param_group": _add_param_group,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
     "step": stepping_by(_steps_shards),
@@ -463,22 +398,13 @@ def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
         vars(wrapper).update({name: methods[name] for name in METHODS - {"step", "__reduce_ex__"}})
 
 
-def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
-    """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded.
-
-    Args:
-        optimizer: The optimizer.
-        sharding: The optimizer's sharding. It finds its buckets later.
-    """
-    vars(optimizer)["_sharding"] = sharding
-    sharding.methods = {name: _bound(name, optimizer) for name in _METHODS}
-    # Only a scheduler's wrapper can be there: an optimizer with a user's `step` is not sharded.
-    sharding.wrapped_step = vars(optimizer).get("step")
-    if sharding.wrapped_step is not None:
-        mark_as_wrapped(sharding.methods["step"].__func__)
+def shard_optimizer(sharding: OptimizerSharding) -> None:
+    """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded. Its buckets are found later."""
+    sharding.methods = {name: _bound(name, sharding.optimizer) for name in _METHODS}
+    # Schedulers take it for their wrapper, which it may replace: an optimizer with a user's `step` is not sharded.
+    mark_as_wrapped(sharding.methods["step"].__func__)
     # Not by `setattr`, which a class may have overridden.
-    vars(optimizer).update(sharding.methods)
-    sharding.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
+    vars(sharding.optimizer).update(sharding.methods, _sharding=sharding)
 
 
 def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
@@ -519,8 +445,6 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
         # A scheduler or the user may have wrapped the method since.
         if own.get(name) is method:
             del own[name]
-    if sharding.wrapped_step is not None:
-        own.setdefault("step", sharding.wrapped_step)
     sharding.guard.remove()
     del own["_sharding"]
     return state_dict

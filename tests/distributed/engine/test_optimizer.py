@@ -4,16 +4,15 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
-from lightning_parstrat.distributed.engine.stepping import _worth_a_call, is_sharded
+from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
 from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
 from tests.pool import RankPool
@@ -125,31 +124,6 @@ def test_the_size_of_the_state_is_known_before() -> None:
     ]
     for make, expected in known:
         assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
-
-
-class Sized(NamedTuple):
-    """What is looked at of a bucket to find out how many are stepped by one call."""
-
-    layout: BucketLayout
-    device: torch.device
-
-
-def test_calls_go_by_the_bytes_of_shards_and_are_few_on_a_gpu() -> None:
-    for mib, device, calls in (
-        ([0.25] * 8, "cpu", 2),
-        ([2.0] * 20, "cpu", 20),
-        ([2.0] * 20, "cuda", 7),
-        ([0.25] * 8, "cuda", 2),
-        ([100.0, 0.5, 0.5], "cuda", 2),
-    ):
-        # Shards of half of that.
-        buckets = [
-            Sized(BucketLayout((), range(0, int(size * 2**21) + 1, int(size * 2**20)), 1), torch.device(device))
-            for size in mib
-        ]
-        together = _worth_a_call(cast(Any, buckets))
-        assert len(together) == calls
-        assert [bucket for group in together for bucket in group] == buckets
 
 
 # What comes after a training: beside an optimizer of a single process.
