@@ -34,13 +34,12 @@ from lightning_parstrat.distributed.comm.work import Streams
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.compiled_code import CompiledCode
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.engine.planning import UNNAMED, BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.engine.planning import UNNAMED, BucketPlanner, owners_of
 from lightning_parstrat.distributed.engine.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.engine.shardability import (
     ShardingDecision,
     check_parameters,
     decide_sharding,
-    replicated_parameters,
 )
 from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
@@ -296,12 +295,12 @@ class ShardedDataParallel:
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
         self.gatherer.finish()
-        sharded, owners = self.slots.keys(), self._owners()
-        check_parameters(self.module, list(owners))
+        placed = self.slots
+        owners = owners_of(self.module, self.optimizers, self._partitions, placed)
+        check_parameters(self.module, [parameter for parameter, numbers in owners.items() if numbers])
         # A parameter that was in no optimizer may be in one now. Its gradient must not be sent twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
-        owners.update(dict.fromkeys(trained_outside(self.module, owners.keys() | sharded), ()))
-        new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
+        new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in placed}
         first = 1 + max((bucket.index for bucket in self.reducer.buckets), default=-1)
         for bucket in self._planner(self._order).buckets(new, self._partitions, first):
             self.reducer.add_bucket(bucket)
@@ -318,20 +317,6 @@ class ShardedDataParallel:
     @property
     def _partitions(self) -> dict[int, Partition]:
         return {n: one.partition for n, one in enumerate(self.decisions) if one.partition is not None}
-
-    def _owners(self) -> dict[Tensor, Owners]:
-        """The parameters that are or will be sharded, each with the positions of its optimizers."""
-        replicated = replicated_parameters(self.module, self.optimizers)
-        for optimizer, decision in zip(self.optimizers, self.decisions, strict=True):
-            if decision.partition is None:
-                replicated |= set(grouped_parameters(optimizer))
-        replicated -= self.slots.keys()
-        owners: dict[Tensor, Owners] = {}
-        for number in self._partitions:
-            for parameter in grouped_parameters(self.optimizers[number]):
-                if parameter not in replicated:
-                    owners[parameter] = (*owners.get(parameter, ()), number)
-        return owners
 
 
 def _check_uncut(sharding: OptimizerSharding) -> None:

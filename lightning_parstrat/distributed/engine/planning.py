@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import (
     BucketLayout,
@@ -19,6 +20,8 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket
+from lightning_parstrat.distributed.engine.shardability import immovable_parameters
+from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 
 Owners = tuple[int, ...]
@@ -123,14 +126,31 @@ class BucketPlanner:
         )
 
 
-def trained_outside(module: nn.Module, sharded: Collection[Tensor]) -> list[Tensor]:
-    """Parameters that can have gradients and are in no sharded optimizer, without those that DDP ignores."""
+def owners_of(
+    module: nn.Module, optimizers: Sequence[Optimizer], partitions: Mapping[int, Partition], placed: Collection[Tensor]
+) -> dict[Tensor, Owners]:
+    """The parameters whose gradients are reduced, each with the positions of the optimizers that step its shards.
+
+    Parameters that every rank steps, or none, have no positions. Parameters that DDP ignores are left out.
+
+    Args:
+        module: The module.
+        optimizers: Its optimizers.
+        partitions: How sharded optimizers' parameters may be cut, by the optimizers' positions.
+        placed: Parameters that are in buckets already. They stay sharded.
+    """
+    whole = immovable_parameters(module, optimizers)
+    for number, optimizer in enumerate(optimizers):
+        if number not in partitions:
+            whole |= set(grouped_parameters(optimizer))
+    owners: dict[Tensor, Owners] = {}
+    for number in partitions:
+        for parameter in grouped_parameters(optimizers[number]):
+            if parameter in placed or parameter not in whole:
+                owners[parameter] = (*owners.get(parameter, ()), number)
     ignored = names_ignored_by_ddp(module)
-    return [
-        parameter
-        for name, parameter in module.named_parameters()
-        if name not in ignored
-        and parameter not in sharded
-        and (parameter.is_floating_point() or parameter.is_complex())
-        and parameter.layout == torch.strided
-    ]
+    for name, parameter in module.named_parameters():
+        has_gradients = parameter.is_floating_point() or parameter.is_complex()
+        if name not in ignored and has_gradients and parameter.layout == torch.strided and parameter not in placed:
+            owners.setdefault(parameter, ())
+    return owners

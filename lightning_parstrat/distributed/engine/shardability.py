@@ -117,7 +117,7 @@ def _replaced_method(optimizer: Optimizer) -> str | None:
     return None
 
 
-def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
+def immovable_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
     """Parameters of ``optimizers`` that cannot move into a bucket, so that every rank steps them.
 
     These are parameters that share memory with another parameter or buffer without being the same. Parameters that DDP

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.distributed.engine.shardability import (
     decide_sharding,
-    replicated_parameters,
+    immovable_parameters,
     steps_parameters_alone,
 )
 from tests.distributed.engines import sgd
@@ -417,7 +417,7 @@ def parameters_that_cannot_move() -> tuple[nn.Module, set[str]]:
 
 def test_parameters_that_cannot_move_are_kept_whole() -> None:
     module, names = parameters_that_cannot_move()
-    assert names_of(module, replicated_parameters(module, [sgd(module.parameters())])) == names
+    assert names_of(module, immovable_parameters(module, [sgd(module.parameters())])) == names
 
 
 def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
