@@ -213,7 +213,9 @@ class GradientReducer:
         """Decides which gradients this backward waits for. All ranks decide the same."""
         if self._arrivals is not None:
             self._arrivals.begin()
-        buckets = self.buckets if scale is not None else self._without_replicated()
+        # Between micro-batches, gradients that every rank steps stay in `param.grad`.
+        buckets = [bucket for bucket in self.buckets if scale is not None or not bucket.is_replicated]
+        _expect_nothing(self._slots)
         expecting: dict[GradientBucket, int] = {}
         # It must not depend on what this rank finds in backward. Otherwise a rank could wait there for the flags of
         # others for ever: they send theirs only at the step.
@@ -221,7 +223,6 @@ class GradientReducer:
         for bucket in buckets:
             number = 0
             for slot in bucket.slots:
-                slot.arrived = False
                 slot.trainable = trainable = slot.parameter.requires_grad
                 slot.expected = trainable and slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
                 number += slot.expected
@@ -229,13 +230,6 @@ class GradientReducer:
             if number:
                 expecting[bucket] = number
         return _Backward(scale, buckets, expecting, settles_at_end)
-
-    def _without_replicated(self) -> list[GradientBucket]:
-        """The sharded buckets. The other buckets expect no gradients in this backward."""
-        for bucket in self.buckets:
-            if bucket.is_replicated:
-                _expect_nothing(bucket.slots)
-        return [bucket for bucket in self.buckets if not bucket.is_replicated]
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
