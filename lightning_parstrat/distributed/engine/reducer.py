@@ -159,7 +159,6 @@ class GradientReducer:
         self.synchronize = True
         self.recorded: dict[ParameterSlot, None] | None = None
         """If set, the order in which gradients become ready is recorded here, and none is sent."""
-        self._slots: list[ParameterSlot] = []
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self._backward: _Backward | None = None
@@ -177,6 +176,10 @@ class GradientReducer:
     def control(self) -> Collectives:
         """Carries agreements of the hosts."""
         return self._messages.control
+
+    @property
+    def _slots(self) -> list[ParameterSlot]:
+        return [slot for bucket in self.buckets for slot in bucket.slots]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,10 +298,11 @@ class GradientReducer:
             for slot in bucket.slots
             if slot.fresh and slot.parameter.grad is not None
         }
-        arrived = [slot.arrived or slot in left for slot in self._slots]
+        slots = self._slots
+        arrived = [slot.arrived or slot in left for slot in slots]
         waiting, with_left = set(backward.queue), {slot.bucket for slot in left}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
-        expectation = zlib.crc32(bytes([slot.expected for slot in self._slots]))
+        expectation = zlib.crc32(bytes([slot.expected for slot in slots]))
         backward.message = self._messages.launch(bytes([*arrived, *left_over]), expectation)
 
     def _end_backward(self) -> None:
@@ -322,7 +326,8 @@ class GradientReducer:
                 " ranks when backward begins."
             )
         # The flags of buckets follow those of parameters.
-        for slot, used in zip(self._slots, agreed.flags, strict=False):
+        slots = self._slots
+        for slot, used in zip(slots, agreed.flags, strict=False):
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
             if slot.trainable:
@@ -333,7 +338,7 @@ class GradientReducer:
         for bucket in backward.queue:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
-        left_over = agreed.flags[len(self._slots) :]
+        left_over = agreed.flags[len(slots) :]
         for bucket, needed in zip(self.buckets, left_over, strict=True):
             if needed:
                 self._launch(backward, bucket)
@@ -458,7 +463,6 @@ class GradientReducer:
         for slot in bucket.slots:
             # Gradients accumulated before the parameter was in this bucket count as new.
             slot.fresh = slot.parameter.grad is not None
-            self._slots.append(slot)
             self._register_hook(slot)
 
     def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
@@ -468,7 +472,6 @@ class GradientReducer:
         """
         self._end_backward()
         self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
-        self._slots = [slot for slot in self._slots if slot.bucket not in buckets]
         for bucket in buckets:
             if self._arrivals is not None:
                 self._arrivals.forget(bucket)
