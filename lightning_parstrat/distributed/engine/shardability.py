@@ -66,12 +66,10 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         choice: The user's choice. ``"parameter"`` is a promise that the optimizer steps each parameter alone.
 
     Raises:
-        ValueError: The optimizer needs sparse gradients, or ``"element"`` was chosen for an optimizer that is not one
-            of torch's element-wise ones.
+        ValueError: ``"element"`` was chosen for an optimizer that is not one of torch's element-wise ones.
     """
     if not isinstance(optimizer, Optimizer):
         return ShardingDecision(None, "it is no torch.optim.Optimizer")
-    check_supported(optimizer)
     cls = type(optimizer)
     obstacle = _obstacle(optimizer)
     if obstacle:
@@ -129,19 +127,6 @@ def immovable_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
     unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
     sharing = sharing_memory([*parameters, *module.parameters(), *module.buffers()])
     return parameters & (ignored_tensors | unmovable | sharing)
-
-
-def check_supported(optimizer: Optimizer) -> None:
-    """Raises an error for optimizers that need sparse gradients.
-
-    Raises:
-        ValueError: The optimizer needs them.
-    """
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            f"{type(optimizer).__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
-            " `nn.Embedding(..., sparse=False)`, or `strategy='ddp'`."
-        )
 
 
 def _try_out(optimizer: Optimizer) -> ShardingDecision:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.shardability import check_supported, steps_shards_as_whole
+from lightning_parstrat.distributed.engine.shardability import steps_shards_as_whole
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
     needs_closure,
@@ -49,7 +49,6 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
-        check_supported(optimizer)
         if mesh is None or type(optimizer) in ELEMENTWISE_OPTIMIZERS:
             continue
         if type(optimizer) in STEPPED_WHOLE:

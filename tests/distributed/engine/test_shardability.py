@@ -352,7 +352,6 @@ def test_a_promise_is_taken_where_sharding_can_keep_it() -> None:
 
 def test_refusals_say_what_to_do() -> None:
     refused: list[tuple[Any, PartitionChoice, list[str]]] = [
-        (torch.optim.SparseAdam, "auto", ["SparseAdam", "sparse=False", "'ddp'"]),
         (torch.optim.Adafactor, "element", ["partition='element'", "Adafactor", "partition='auto'", "'parameter'"]),
         # A subclass of Adam may do anything.
         (MyAdam, "element", ["partition='element'", "MyAdam", "as AdamW does"]),
