@@ -355,6 +355,24 @@ def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None
     group._to_sharded = free
 
 
+def call_before_gathers(
+    module: nn.Module, before_forward: Callable[[], None], before_backward: Callable[[], None]
+) -> None:
+    """Calls back before a sharded module's forward gathers its parameters, and when a backward reaches its output.
+
+    It replaces earlier callbacks.
+    """
+    group = _fsdp_group(module)
+
+    def begin(name: str, callback: Callable[[], None], *args: Any) -> Any:
+        callback()
+        return getattr(type(group), name)(group, *args)
+
+    if group is not None:
+        group.pre_forward = functools.partial(begin, "pre_forward", before_forward)
+        group.pre_backward = functools.partial(begin, "pre_backward", before_backward)
+
+
 def reduce_unused_too(module: nn.Module, note: Callable[[Tensor], None]) -> None:
     """Makes a sharded module reduce zeros for its parameters that this rank has not used: other ranks may have.
 

@@ -6,11 +6,13 @@ step.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,6 +23,7 @@ from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.strategies.data.stand_in import StandIn
+from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns, trainer_of
 from lightning_parstrat.strategies.parts import Part
 
@@ -75,112 +78,98 @@ def leave_out_padding(dataloader: DataLoader[Any]) -> None:
     sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
 
 
-class _Batches(NamedTuple):
-    """The number of batches of a loader on this rank, and the largest and the smallest number on any rank."""
-
-    own: float
-    most: float
-    least: float
-
-
-class StepsOfAllRanks:
+class StepsOfAllRanks(Part):
     """Steps of an evaluation in which every step is collective: a rank follows other ranks that have more steps.
 
     If all ranks know a loader's length, a rank knows its last step, and how many more steps others have. Otherwise the
     ranks compare before each batch whether all have one.
 
     Args:
-        control: Compares numbers over ranks.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
     """
 
-    def __init__(self, control: Collectives) -> None:
-        self._control = control
-        self._loop: Any = None
-        self._name = ""
-        self._steps_before = 0
-        self._batches: list[_Batches] = []
+    _of_one_training = frozenset({"_loop"})
 
-    def prepared(self, dataloader: Any, trainer: Trainer) -> Any:
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
+        super().__init__(strategy)
+        self._ranks = ranks
+        self._loop: Any = None
+        self._step = 0
+        self._steps_to_follow: Counter[float] = Counter()
+        self._uneven = ""
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
         """The loader, or a stand-in for it if some rank does not know its length. Collective: 16 bytes.
 
         Raises:
             MisconfigurationException: Some ranks have a batch and some have none.
         """
+        trainer, control = self._trainer, self._ranks.control
+        if evaluated_by(trainer) is None:
+            return dataloader
         prefix = trainer.state.stage.dataloader_prefix if trainer.state.stage is not None else ""
         length = sized_len(dataloader)
         with watching("the comparison of all ranks' data loaders"):
-            most, least = extremes_over_ranks(_UNKNOWN if length is None else length, self._control)
+            most, least = extremes_over_ranks(_UNKNOWN if length is None else length, control)
         if most == _UNKNOWN:
             limit = getattr(trainer, f"limit_{prefix}_batches")
-            return _AskedForEachBatch(dataloader, limit if isinstance(limit, int) else None, prefix, self._control)
+            return _AskedForEachBatch(dataloader, limit if isinstance(limit, int) else None, prefix, control)
         if least == 0 < most:
             _refuse(f"A rank has no batch of a {prefix}_dataloader, while another one has {most}")
         return dataloader
 
-    def begin(self, trainer: Trainer, at_end: Callable[[], None]) -> None:
+    def begin(self, at_end: Callable[[], None]) -> None:
         """Begins a pass over the loaders. Collective: 16 bytes for each loader of known length.
 
         Args:
-            trainer: The Trainer that evaluates.
             at_end: Called when a loader has no more batches, before its logged values are combined.
 
         Raises:
             MisconfigurationException: Ranks have different numbers of batches, and a rank cannot know its last step.
         """
-        self._loop, self._name, numbers = _evaluation_of(trainer)
-        self._steps_before = self._loop.batch_progress.current.ready
+        self._loop, name, numbers = _evaluation_of(self._trainer)
+        self._step, last, self._uneven = 0, 0.0, ""
+        self._steps_to_follow.clear()
         with watching("the comparison of all ranks' numbers of batches"):
-            self._batches = [self._compared(number) for number in numbers]
-        knows_place = takes_turns(self._loop) and all(map(math.isfinite, (one.own for one in self._batches)))
-        if not knows_place and any(one.most != one.least for one in self._batches):
-            self._refuse_uneven("the loaders are evaluated together, or beside one that does not know its length")
+            for loader, own in enumerate(numbers):
+                last += own
+                if math.isfinite(own):
+                    most, least = extremes_over_ranks(int(own), self._ranks.control)
+                    self._steps_to_follow[last] += most - int(own)
+                    if most != least:
+                        self._uneven = f"The ranks have between {least} and {most} batches of {name} {loader}"
+        if not (takes_turns(self._loop) and math.isfinite(last)):
+            self.check_all_have("the loaders are evaluated together, or beside one that does not know its length")
         call_after_batches(self._loop, at_end)
 
-    def _compared(self, number: float) -> _Batches:
-        if number == float("inf"):
-            return _Batches(number, number, number)
-        return _Batches(number, *extremes_over_ranks(int(number), self._control))
-
-    def to_follow(self) -> int:
-        """How many more steps of the loader other ranks have, if this rank is in its last one. Else 0. Not collective.
-
-        The count is that of the rank with the most batches.
-        """
-        batches, is_last = self._current()
-        return int(batches.most - batches.own) if is_last else 0
-
     def check_all_have(self, what: str) -> None:
-        """Checks that all ranks have equally many steps of the loader. Some steps cannot be followed without a batch.
+        """Checks that all ranks have equally many batches. Some steps cannot be followed without a batch.
 
         Args:
             what: The reason, for the error.
 
         Raises:
-            MisconfigurationException: Some ranks have fewer steps.
+            MisconfigurationException: Some ranks have fewer batches of a loader.
         """
-        batches, _ = self._current()
-        if batches.most != batches.least:
-            self._refuse_uneven(what)
+        if self._uneven:
+            _refuse(f"{self._uneven}, and {what}")
 
-    def _current(self) -> tuple[_Batches, bool]:
-        """The numbers of batches of the current step's loader, and whether the step is its last one."""
-        step = 0 if self._loop is None else self._loop.batch_progress.current.ready - self._steps_before
-        for batches in self._batches:
-            if step <= batches.own:
-                return batches, step == batches.own
-            step -= int(batches.own)
-        return _Batches(0, 0, 0), False
+    def to_follow(self) -> int:
+        """How many steps of a loader other ranks have yet. Call it after each step. Not collective.
 
-    def _refuse_uneven(self, why: str) -> NoReturn:
-        loader = next(number for number, batches in enumerate(self._batches) if batches.most != batches.least)
-        _, most, least = self._batches[loader]
-        _refuse(f"The ranks have between {least} and {most} batches of {self._name} {loader}, and {why}")
+        It is 0 before this rank's last step of a loader. The count is that of the rank with the most batches.
+        """
+        self._step += 1
+        return self._steps_to_follow[self._step]
 
-    def end(self) -> None:
+    @override
+    def teardown(self) -> None:
         """Forgets the loaders, and restores Lightning's loop."""
         if self._loop is not None:
             give_back_loop(self._loop)
-        self._loop, self._batches = None, []
+        self._loop = None
 
 
 class _AskedForEachBatch(StandIn):

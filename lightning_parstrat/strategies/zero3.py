@@ -38,7 +38,7 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
-from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
+from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, Sharded, bytes_of_training, line_of_sharding
@@ -80,7 +80,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     flag = "zero3_custom"
     _takes_shards = True
-    _of_one_training = frozenset({"_sharded", "_steps"})
+    _of_one_training = frozenset({"_sharded"})
 
     def __init__(
         self,
@@ -101,17 +101,23 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             param_dtype=param_dtype,
         )
         self._sharded: ShardedModule | None = None
-        self._steps: StepsOfAllRanks | None = None
         self._loads_after_setup: bool | None = None
         super().__init__(**kwargs)
         self._buffers = Buffers(self, self._ranks, self._accumulation)
-        self._parts += [EvenBatches(self, self._ranks), self._buffers]
+        self._steps = StepsOfAllRanks(self, self._ranks)
+        self._parts += [EvenBatches(self, self._ranks), self._buffers, self._steps]
 
     @override
     def _make_training_state(self) -> TrainingState:
         return FullyShardedState(self, self._ranks, self._sharded_module)
 
     def _sharded_module(self) -> ShardedModule | None:
+        return self._sharded
+
+    @property
+    def _engine(self) -> ShardedModule:
+        if self._sharded is None:
+            raise AssertionError("a step was taken before the module was sharded")
         return self._sharded
 
     @property
@@ -122,18 +128,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         Lightning then asks for the checkpoint without the Trainer's `weights_only`. Collective when ranks have joined.
         """
         # Lightning asks before set-up and after it. After set-up no module is on the meta device.
-        if self._loads_after_setup is not None:
-            return self._loads_after_setup
-        module = self.lightning_module
-        if module is None:
-            return False
-        on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        return any_rank(on_meta, self._ranks.control) if self._ranks.have_joined and self.world_size > 1 else on_meta
+        if self._loads_after_setup is None:
+            tensors = (*self._training_module.parameters(), *self._training_module.buffers())
+            self._loads_after_setup = any_rank(any(tensor.is_meta for tensor in tensors), self._ranks.control)
+        return self._loads_after_setup
 
     @override
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, for evaluation and for training. Collective."""
-        self._loads_after_setup = self.restore_checkpoint_after_setup
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -158,7 +160,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             check_same_module(module, self._ranks.groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
         self._buffers.begin()
-        self._steps = StepsOfAllRanks(self._ranks.control)
         self._sharded = ShardedModule(
             module,
             self._make_collectives(),
@@ -198,7 +199,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on the current parameters."""
-        self._reshard()
+        self._engine.reshard()
         self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
@@ -215,8 +216,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Begins a backward."""
         super().pre_backward(closure_loss)
-        if self._sharded is not None:
-            self._sharded.begin_backward(self._accumulation.accumulates)
+        self._engine.begin_backward(self._accumulation.accumulates)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -224,23 +224,20 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         try:
             return super().backward(*args, **kwargs)
         except BaseException:
-            if self._sharded is not None:
-                self._sharded.abandon_backward()
+            self._engine.abandon_backward()
             raise
 
     @override
     def _end_backward(self, ends_window: bool) -> None:
         """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
-        if self._sharded is None:
-            return
-        self._sharded.free_after_backward()
-        if ends_window and self._sharded.has_begun:
-            self._sharded.end_backward(lambda: self._accumulation.factor_of_mean)
+        self._engine.free_after_backward()
+        if ends_window:
+            self._engine.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
     def _before_step(self) -> None:
         # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
-        self._reshard()
+        self._engine.reshard()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -263,65 +260,37 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        if self._sharded is None or self._steps is None:
+        with self._engine.evaluation_step(lambda: self._steps.check_all_have("gradients are computed in a step")):
             yield
-            return
-        steps = self._steps
-        with self._sharded.evaluation_step(lambda: steps.check_all_have("gradients are computed in a step")):
-            yield
-        for _ in range(steps.to_follow()):
-            self._sharded.follow_evaluation_step()
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Prepares a loader: ranks run the steps of an evaluation together, or raise. Collective."""
-        dataloader = super().process_dataloader(dataloader)
-        trainer = self._training_module.trainer
-        if self._steps is None or evaluated_by(trainer) is None:
-            return dataloader
-        return self._steps.prepared(dataloader, trainer)
+        for _ in range(self._steps.to_follow()):
+            self._engine.follow_evaluation_step()
 
     @override
     def on_validation_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_validation_start()
-        self._begin_pass()
+        self._steps.begin(self._compare_evaluations)
 
     @override
     def on_test_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_test_start()
-        self._begin_pass()
+        self._steps.begin(self._compare_evaluations)
 
     @override
     def on_predict_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_predict_start()
-        self._begin_pass()
-
-    def _begin_pass(self) -> None:
-        if self._steps is not None:
-            self._steps.begin(self._training_module.trainer, self._compare_evaluations)
+        self._steps.begin(self._compare_evaluations)
 
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
-        if self._sharded is not None:
-            with watching("the comparison of modules that were evaluated"):
-                self._sharded.end_evaluation(self._ranks.control)
+        with watching("the comparison of modules that were evaluated"):
+            self._engine.end_evaluation(self._ranks.control)
 
     @override
     def _module_called(self) -> str:
         return "" if self._sharded is None else self._sharded.unit_called
-
-    def _reshard(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reshard()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights. Each rank keeps its part of the sharded ones."""
-        self._reshard()
-        self._training_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     @contextmanager
     def full_parameters(self) -> Generator[LightningModule, None, None]:
@@ -350,11 +319,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                 "`full_parameters()` was called when the process group had been destroyed: each rank has its shards"
                 " alone. Call it before `torch.distributed.destroy_process_group()`, or load a checkpoint."
             )
-        self._reshard()
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._ranks.groups.control, "Enter it on all ranks."):
                 if self._sharded is not None:
-                    self._sharded.check_no_data_assigned()
+                    self._sharded.check_writes()
                 shown.enter_context(shown_whole(module))
             yield module
 
@@ -362,18 +330,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_train_start(self) -> None:
         """Logs what is sharded. If users have hooks before backward, the hooks see the parameters as optimizers do."""
         super().on_train_start()
-        if self._sharded is not None:
-            module = self._training_module
-            owners = (module, *module.trainer.callbacks)
-            if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):
-                self._sharded.reshard_root_after_forward()
-            self._report_what_is_sharded(self._sharded)
+        module = self._training_module
+        owners = (module, *module.trainer.callbacks)
+        if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):
+            self._engine.reshard_root_after_forward()
+        self._report_what_is_sharded(self._engine)
 
     @override
     def on_train_end(self) -> None:
         """Checks a last time what hooks have done to parameters."""
-        if self._sharded is not None:
-            self._sharded.check_no_data_assigned()
+        self._engine.check_writes()
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
@@ -417,31 +383,17 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             vars(module)["state_dict"] = lambda *_, **__: state
         self._close()
         self._loads_after_setup = None
-        with self._left_on_device():
-            super().teardown()
-
-    @contextmanager
-    def _left_on_device(self) -> Generator[None, None, None]:
-        """Within it, Lightning does not move the module or the optimizers' state to the host at the end.
-
-        On the host, a GPU's ranks could gather nothing for a checkpoint or another training. Lightning's own sharding
-        strategies leave both on the device, too. And torch cannot move a shard that a graph or a weak reference holds.
-        """
-        module, optimizers = self.lightning_module, self._optimizers
-        self._optimizers = []
-        if module is not None:
-            vars(module)["cpu"] = lambda: module
-        try:
-            yield
-        finally:
-            self._optimizers = optimizers
+        # On the host, a GPU's ranks could gather nothing for a checkpoint or another training. And torch cannot move a
+        # shard that a graph or a weak reference holds. So Lightning moves neither the module nor the optimizers' state.
+        optimizers, self._optimizers = self._optimizers, []
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_optimizers", optimizers)
             if module is not None:
-                del vars(module)["cpu"]
+                vars(module)["cpu"] = lambda: module
+                undo.callback(vars(module).pop, "cpu")
+            super().teardown()
 
     def _close(self) -> None:
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
-        if self._steps is not None:
-            self._steps.end()
-            self._steps = None

@@ -196,14 +196,14 @@ distributed/fsdp/cuts.py: a rank takes the rows of a sharded parameter for other
 + begin = 0
 distributed/fsdp/test_cuts.py
 
-distributed/fsdp/sharded_module.py: values that torch forgets are not noticed
+distributed/fsdp/writes.py: values that torch forgets are not noticed
 - untyped_storage() is not storage
 + untyped_storage() is None
 slow strategies/test_parity.py::test_what_cannot_be_trained_says_so[shards: data set at the end-zero3-2]
 
 strategies/zero3.py: a checkpoint is not loaded into a module that was made on the meta device
-- self._loads_after_setup = self.restore_checkpoint_after_setup
-+ self._loads_after_setup = None
+- if self._loads_after_setup is None:
++ if True:
 strategies/test_zero3.py::test_a_checkpoint_is_loaded_on_all_ranks
 
 distributed/durable_files.py: what a crash between two renames left is lost

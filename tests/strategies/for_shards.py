@@ -7,7 +7,6 @@ parameter.
 import copy
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +82,8 @@ class Teaches(Blocks):
         return super().compute_loss(batch) + (target - self.blocks[0](batch)).pow(2).mean()
 
 
-def by_way(base: type[Blocks], way: str) -> type[Blocks]:
-    return type(base.__name__, (base,), {"way": way})
+def by_way(way: str) -> type[Blocks]:
+    return type("Teaches", (Teaches,), {"way": way})
 
 
 class Clamps(Blocks):
@@ -356,11 +355,8 @@ class Drops(Skips):
     """One rank makes nothing of what the second block returns: each rank would send another unit's gradients."""
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            returned = block(batch)
-            if number != 1 or dist.get_rank() != 1:
-                batch = batch + returned
-        return (batch - 1).square().mean()
+        returned = [block(batch) for block in self.blocks]
+        return (sum(returned if dist.get_rank() != 1 else returned[::2]) - 1).square().mean()
 
 
 class CallsWithoutGradients(Skips):
@@ -375,25 +371,15 @@ class CallsWithoutGradients(Skips):
 # Held parameters, and writes within a step.
 
 
-HELD: dict[str, Callable[[nn.Parameter], Callable[[], Any]]] = {
-    "list": lambda weight: partial(lambda held: sum(p.pow(2).sum() for p in held), [weight]),
-    "foreach": lambda weight: lambda: torch.stack(torch._foreach_norm([weight], 2)).square().sum(),
-    "keyword": lambda weight: lambda: torch.mul(other=weight, input=weight).sum(),
-}
-
-
 class Holds(Blocks):
-    """Penalises a weight of a block through what it has held since it was made, one way or another."""
-
-    way = "list"
+    """Penalises a weight of a block through a list that has held it since it was made."""
 
     def build(self) -> None:
         super().build()
-        # In a list: a module among the attributes would be one of this one's own.
-        self.penalty = [HELD[self.way](self.blocks[0].linear.weight)]
+        self.held = [self.blocks[0].linear.weight]
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        return super().compute_loss(batch) + 0.1 * self.penalty[0]()
+        return super().compute_loss(batch) + 0.1 * sum(weight.pow(2).sum() for weight in self.held)
 
 
 class ReadsBetween(Blocks):
@@ -404,7 +390,7 @@ class ReadsBetween(Blocks):
         self.held = [self.head.weight]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        float(self.held[0].norm())
+        torch._foreach_norm(self.held)
 
 
 class WritesData(Blocks):

@@ -11,6 +11,7 @@ beginning to its end. They are gathered for that long.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,19 +26,19 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy
-from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
-from lightning_parstrat.distributed.fsdp.kept_writes import RefusedWriteError, keep_writes, refuse_assigned
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
+from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import (
+    call_before_gathers,
     current_graph_task_id,
     fsdp_params_of,
     gather_in,
@@ -54,6 +55,15 @@ from lightning_parstrat.distributed.torch_compat import (
 
 class DifferentModulesError(NoCollectivesError):
     """The ranks have run different modules in a step, or their backwards have. Raised on all of them."""
+
+
+def _different(when: str) -> DifferentModulesError:
+    return DifferentModulesError(
+        f"The ranks have called different modules in {when}, or in another order, or a loss is made of what different"
+        " ones returned. All ranks must use the same modules, because each module gathers its parameters from all"
+        " ranks. Call an unused module as well, and add its result multiplied by 0. Or leave such modules to the root:"
+        " name the others in `auto_wrap_policy`."
+    )
 
 
 class NestedBackwardError(NoCollectivesError):
@@ -127,12 +137,18 @@ class ShardedModule:
         # An earlier training may have had another precision.
         self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
-        self.leaves = self._find_leaves()
+        named: list[tuple[str, Tensor]] = list(module.named_parameters())
+        parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+        # It gathers every part once, as the leaves of graphs exist from then on.
+        self.writes = Writes(parts, {parameter: name for name, parameter in named}, device)
+        self._gathered = [gathered_by_fsdp(part) for part in self._parts]
+        found: dict[Any, Any] = dict(itertools.chain(*self._gathered))
+        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for _, parameter in named]
+        for leaf in self.leaves:
+            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
+            leaf.tensor.grad_dtype = leaf.parameter.dtype
         if is_new:
             let_whole_states_be_loaded(module)
-        self._gathered = [[gathered for _, gathered in gathered_by_fsdp(part)] for part in self._parts]
-        named: list[tuple[str, Tensor]] = list(module.named_parameters())
-        self._storages = [(name, p, p.untyped_storage()) for name, p in named if isinstance(p, DTensor)]
         ignored = names_ignored_by_ddp(module)
         self._averaged = [
             (number, p)
@@ -147,6 +163,11 @@ class ShardedModule:
         for part in self._parts:
             # They get a gradient that DDP would not leave, unless another rank has used them.
             reduce_unused_too(part, self._zeroed.add)
+        names = {part: name for name, part in module.named_modules()}
+        for number, unit in enumerate(self.units):
+            # Before a gather: while this rank waits, other ranks can see its unit.
+            note_forward = functools.partial(self._note_forward, number, names[unit])
+            call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number))
         root = cast(FSDPModule, module)
         # The rest of a training step may use the root's parameters after a backward of the user's own.
         root.set_reshard_after_backward(False, recurse=False)
@@ -168,29 +189,16 @@ class ShardedModule:
         if collectives.world_size == 1:
             return
         collectives.connect(device)
-        dtypes: dict[object, torch.dtype | None] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-        comm_dtype = dtypes[self._policy.comm_dtype]
+        # Sums are in fp32, whatever travels.
+        travel = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+        if self._policy.comm_dtype == "bf16":
+            travel[torch.float32] = torch.bfloat16
+        if self._policy.comm_dtype == "fp32" or collectives.widens:
+            travel = {}
         for part in self._parts:
-            own = next((shard.dtype for shard, _ in fsdp_params_of(part)), None)
-            travels_in = comm_dtype if own == torch.float32 or comm_dtype == torch.float32 else own
-            if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
-                travels_in = None
+            own = next((shard.dtype for shard, _ in fsdp_params_of(part)), torch.float32)
             # For all parts: an earlier training of the module may have had another setting.
-            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travels_in))
-
-    def _find_leaves(self) -> list[Leaf]:
-        """Gathers every unit once, as the leaves of graphs exist from then on. Collective."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
-        found: dict[Any, Any] = {parameter: parameter for parameter in names if not isinstance(parameter, DTensor)}
-        for part in self._parts:
-            part.unshard()
-            found.update(gathered_by_fsdp(part))
-            keep_writes(part, names)
-            part.reshard()
-        for parameter, leaf in found.items():
-            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
-            leaf.grad_dtype = parameter.dtype
-        return [Leaf(found[parameter], parameter) for parameter in names]
+            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travel.get(own)))
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for number, leaf in enumerate(self.leaves):
@@ -201,33 +209,17 @@ class ShardedModule:
                 note = functools.partial(self._note_gradient, number)
                 yield leaf.tensor.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 leaf.tensor.requires_grad_(trainable)
-        names = {part: name for name, part in self.module.named_modules()}
-        for number, unit in enumerate(self.units):
-            # Before the hook that gathers: while this rank waits, other ranks can see its unit.
-            before = functools.partial(self._note_forward, number, names[unit])
-            yield unit.register_forward_pre_hook(before, prepend=True)
-            yield unit.register_forward_hook(functools.partial(self._note_output, number))
 
     @property
     def _parts(self) -> list[Any]:
         # None while the whole parameters are shown.
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that optimizers step, even while other tensors are gathered."""
-        return [leaf.parameter for leaf in self.leaves]
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a backward has begun whose gradients are to be completed."""
-        return self._backwards > 0
-
     def reshard_root_after_forward(self) -> None:
         """Frees the root's parameters between forward and backward, too. Then no hook sees gathered parameters."""
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
 
-    def _note_forward(self, number: int, name: str, *_: Any) -> None:
+    def _note_forward(self, number: int, name: str) -> None:
         self.unit_called = name
         if self._before_gradients is None:
             self._order.append(number)
@@ -236,15 +228,7 @@ class ShardedModule:
             self._before_gradients()
         self._evaluated.append(number)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_output(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for leaf in leaves(output):
-                if leaf.tensor.requires_grad:
-                    note = functools.partial(self._note_backward, number)
-                    leaf.tensor.register_hook(note)  # type: ignore[no-untyped-call]
-
-    def _note_backward(self, number: int, _gradient: Tensor) -> None:
+    def _note_backward(self, number: int) -> None:
         # Once for all that a call has returned: how much of the output is used may differ.
         if self._order[-1:] != [~number]:
             self._order.append(~number)
@@ -269,25 +253,22 @@ class ShardedModule:
             self._run_through.clear()
         self._free()
 
+    def check_writes(self) -> None:
+        """Frees gathered parameters, and checks what was written to parameters until now. Not collective.
+
+        Raises:
+            RefusedWriteError: This rank has written what cannot be kept.
+        """
+        self.reshard()
+        self.writes.check()
+
     def _free(self) -> None:
         self.unit_called = ""
-        refused: list[Exception] = []
         for part in self._parts:
-            # Writes that cannot be kept raise. All parts are freed before.
-            try:
-                part.reshard()
-            except RefusedWriteError as error:
-                refused.append(error)
-        for part in self._parts if hasattr(self.module, "reset_iter_state") else ():
+            part.reshard()
             # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.
-            try:
+            with suppress(AttributeError, RuntimeError):
                 part.reset_iter_state()
-            except RefusedWriteError as error:
-                refused.append(error)
-            except (AttributeError, RuntimeError):
-                continue
-        if refused:
-            raise refused[0]
 
     # Evaluations.
 
@@ -298,7 +279,7 @@ class ShardedModule:
         Args:
             before_gradients: Called before a forward or a backward with gradients, which no rank can follow.
         """
-        self._evaluated.clear()
+        self._evaluated = []
         self._before_gradients = before_gradients
         try:
             yield
@@ -331,18 +312,14 @@ class ShardedModule:
 
         Raises:
             DifferentModulesError: Ranks have called different units, or in another order. Raised on all ranks.
-            RefusedWriteError: ``data`` of a shard was set on this rank.
+            RefusedWriteError: This rank has written what cannot be kept.
         """
         if not self._evaluation_digest:
             return
-        self.check_no_data_assigned()
+        self.check_writes()
         called, self._evaluation_digest = self._evaluation_digest, 0
         if not all_have_same(called, control):
-            raise DifferentModulesError(
-                "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
-                " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
-                " all ranks or on none; or leave such modules to the root: name the others in `auto_wrap_policy`."
-            )
+            raise _different("an evaluation")
 
     # Training steps.
 
@@ -384,7 +361,7 @@ class ShardedModule:
         cast(FSDPModule, self.module).reshard()
 
     def end_backward(self, factor: Callable[[], float]) -> None:
-        """Completes the gradients of the backwards since the last call. Collective: one control message.
+        """Completes the gradients of the backwards since the last call. Collective if there were any: one message.
 
         Args:
             factor: The factor for the gradients' mean over ranks. It is called when the message has been launched.
@@ -392,8 +369,10 @@ class ShardedModule:
         Raises:
             DifferentModulesError: Ranks have run different units, or in another order, in forward or in backward.
             NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
-            RefusedWriteError: ``data`` of a shard was set on some rank before the step. Raised on all ranks.
+            RefusedWriteError: Some rank has written what cannot be kept. Raised on all ranks.
         """
+        if not self._backwards:
+            return
         if len(self._graph_tasks) > self._backwards:
             raise NestedBackwardError(
                 "A backward has run within a training step's backward, after which FSDP2's gradients are wrong."
@@ -401,19 +380,14 @@ class ShardedModule:
             )
         used = [number in self._used for number in range(len(self.leaves))]
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.
-        left_over = [any(one.grad is not None for one in gathered) for gathered in self._gathered]
+        left_over = [any(one.grad is not None for _, one in gathered) for gathered in self._gathered]
         # In another order, ranks would add up gradients of different units.
-        order, assigned = digest(self._order), self._assigned()
-        combined = self._messages().launch(bytes([*used, *left_over, assigned is not None]), order).wait()
+        order, refused = digest(self._order), self.writes.refused()
+        combined = self._messages().launch(bytes([*used, *left_over, refused is not None]), order).wait()
         if combined.flags[-1]:
-            refuse_assigned(assigned)
+            raise refusal(refused)
         if not combined.is_alike:
-            raise DifferentModulesError(
-                "The ranks have called different modules in a training step, or in another order, or the loss is made"
-                " of what different ones returned. All ranks must use the same modules, because each module gathers"
-                " its parameters from all ranks. Call an unused module as well, and add its result multiplied by 0. Or"
-                " leave such modules to the root: name the others in `auto_wrap_policy`."
-            )
+            raise _different("a training step")
         for part, is_left in zip(self._parts, combined.flags[len(used) : -1], strict=True):
             if is_left:
                 reduce_again(part)
@@ -423,16 +397,14 @@ class ShardedModule:
                 leaf.parameter.grad = None
         self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
         scale = factor()
-        gradients = [local(one.grad) for one in self.parameters if one.grad is not None] if scale != 1.0 else []
-        if gradients:
+        gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]
+        if gradients and scale != 1.0:
             multiply_all(gradients, scale)
         self._forget_backwards()
 
     def abandon_backward(self) -> None:
         """Drops a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
-        # The user must see the exception that has ended the backward, not one of this call.
-        with suppress(RefusedWriteError):
-            self.reshard()
+        self.reshard()
         for leaf in self.leaves:
             if leaf.tensor is not leaf.parameter:
                 leaf.tensor.grad = None
@@ -468,24 +440,6 @@ class ShardedModule:
             means = torch.split(together, [gradient.numel() for gradient in gradients])
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
-
-    def _assigned(self) -> str | None:
-        """The name of a parameter whose ``data`` was set, if there is one.
-
-        torch accepts ``parameter.data = value`` of a shard, and continues with the old values. Such an assignment
-        changes only the storage object of the parameter.
-        """
-        return next((name for name, one, storage in self._storages if one.untyped_storage() is not storage), None)
-
-    def check_no_data_assigned(self) -> None:
-        """Checks whether code between steps has set ``data``, which torch ignores. Not collective.
-
-        Raises:
-            RefusedWriteError: ``data`` of a shard was set on this rank.
-        """
-        name = self._assigned()
-        if name is not None:
-            refuse_assigned(name)
 
     def close(self) -> None:
         """Removes the additions to the module, which stays sharded. Not collective.

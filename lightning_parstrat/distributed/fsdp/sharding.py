@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
-from lightning_parstrat.distributed.fsdp.held_parameters import refuse_uses
 from lightning_parstrat.distributed.fsdp.units import find_units, whole_parameters
 from lightning_parstrat.distributed.fsdp.whole import let_be_copied
-from lightning_parstrat.distributed.torch_compat import fsdp_params_of, gather_in, take_over_attributes
+from lightning_parstrat.distributed.torch_compat import take_over_attributes
 
 _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -73,16 +74,40 @@ def shard(
         precision = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
         ignored = cast(Any, whole)
         fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored)
-        for _, fsdp_param in fsdp_params_of(part):
-            gather_in(fsdp_param, None)
         # Now, as this frees the memory of what was sharded.
         for name, parameter in part.named_parameters(names[part]):
             old = before.pop(name, parameter)
             if old is not parameter:
                 take_over_attributes(old, parameter)
-                refuse_uses(old, name)
+                _refuse_uses(old)
     let_be_copied([*units, module], vars(module).keys() - own)
     _SHARDED.add(module)
+
+
+class HeldParameter(nn.Parameter):
+    """A former parameter of a module that is now sharded. Never instantiated: :func:`shard` swaps classes.
+
+    A list, a closure or a callback may still hold the object. It has no values.
+    """
+
+    @classmethod
+    @override
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "A parameter was used through an object from before the training. It has no values since the parameter was"
+            " sharded. Make optimizers in `configure_optimizers`. Elsewhere use the module's own attribute, such as"
+            " `self.layer.weight`. It is whole in the `forward` of its block, or in `training_step` if it is in no"
+            " block. All ranks may also enter `trainer.strategy.full_parameters()`."
+        )
+
+
+@torch.no_grad()
+def _refuse_uses(old: Tensor) -> None:
+    # Code in C++ does not ask the class: it finds a tensor whose memory was freed, and raises.
+    old.data = torch.empty_like(old)
+    old.untyped_storage().resize_(0)
+    old.grad = None
+    old.__class__ = HeldParameter
 
 
 def _summed_in(part: nn.Module, whole: set[Tensor]) -> torch.dtype | None:
@@ -96,42 +121,35 @@ def _parts_without_values(
 ) -> set[nn.Module]:
     """The parts that have no values on rank 0 yet: their ``reset_parameters`` is to be called on all ranks.
 
-    Collective: three bytes per tensor.
+    Collective: eight bytes per part.
 
     Raises:
         ValueError: Such a part has no ``reset_parameters``, or only some ranks can shard a parameter. Raised on all
             ranks.
     """
-    named = dict((*module.named_parameters(), *module.named_buffers()))
-    makes = dist.get_rank(group) == 0
-    flags = [[makes and one.is_meta, one in whole, one not in whole] for one in named.values()]
-    combined = torch.tensor(flags, dtype=torch.uint8, device=device).reshape(-1, 3)
-    if named:
-        dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=group)
-    without_values, kept_whole, sharded = (
-        {name for name, flag in zip(named, column, strict=True) if flag} for column in combined.T.tolist()
-    )
-    if differing := sorted(kept_whole & sharded):
+    parts = list(module.modules())
+    own = [dict((*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))) for part in parts]
+    lacks = [dist.get_rank(group) == 0 and any(one.is_meta for one in tensors.values()) for tensors in own]
+    kept_whole = [name for name, parameter in module.named_parameters() if parameter in whole]
+    number = digest(kept_whole)
+    combined = torch.tensor([*lacks, number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=group)
+    *lacks, most, minus_least = combined.tolist()
+    if most != -minus_least:
         raise ValueError(
-            f"{listed(differing)}: these cannot be sharded on some ranks, but on others they can. Make parameters"
-            " contiguous, and without memory that they share, on all ranks."
+            f"Some ranks can shard parameters that others cannot. This rank keeps whole: {listed(kept_whole)}. Make"
+            " parameters contiguous, and without memory that they share, on all ranks."
         )
-    parts, unmade = set(), []
-    tensors = {named[name] for name in without_values}
-    for name, part in module.named_modules():
-        own = (*part.named_parameters(name, recurse=False), *part.named_buffers(name, recurse=False))
-        names = [tensor_name for tensor_name, tensor in own if tensor in tensors]
-        if names and callable(getattr(part, "reset_parameters", None)):
-            parts.add(part)
-        else:
-            unmade += [f"{one} of {type(part).__name__}" for one in names]
+    found = [(part, tensors) for part, tensors, is_without in zip(parts, own, lacks, strict=True) if is_without]
+    unmade = [(part, names) for part, names in found if not callable(getattr(part, "reset_parameters", None))]
     if unmade:
+        shown = listed([f"{name} of {type(part).__name__}" for part, names in unmade for name in names])
         raise ValueError(
-            f"On rank 0 these are on the meta device without values: {listed(unmade)}. There is no method"
+            f"On rank 0 these are on the meta device without values: {shown}. There is no method"
             " `reset_parameters` to give them some. Make the module on the host on rank 0 alone, and on the meta device"
             " on all other ranks; or define that method."
         )
-    return parts
+    return {part for part, _ in found}
 
 
 @torch.no_grad()
@@ -158,9 +176,7 @@ def _make_on_device(
                 # Making a module makes other parameters. Tied parameters must be tied again.
                 setattr(part, own, replaced.setdefault(parameter, getattr(part, own)))
             whole.update(replaced[parameter] for parameter in before.values() if parameter in whole)
-    tensors: list[Tensor] = []
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
-            tensors.append(tensor)
+    tensors = [one for one in (*module.parameters(), *module.buffers()) if not isinstance(one, DTensor)]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
     broadcast_tensors(tensors, group)

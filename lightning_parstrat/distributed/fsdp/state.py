@@ -165,10 +165,8 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
             if not isinstance(parameter, DTensor):
                 continue
             if whole not in shards:
-                scattered = distribute_tensor(
-                    whole.detach().to(parameter.device), parameter.device_mesh, parameter.placements
-                )
-                shard = _with_own_part(scattered.to_local().clone(), parameter)
+                there = whole.detach().to(parameter.device)
+                shard = distribute_tensor(there, parameter.device_mesh, parameter.placements)
                 shards[whole] = nn.Parameter(shard, whole.requires_grad)
             setattr(part, own, shards[whole])
 

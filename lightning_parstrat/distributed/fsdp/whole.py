@@ -1,11 +1,9 @@
 """Sharded modules as plain ones: with whole parameters for a while, or as deep copies, which FSDP2 refuses."""
 
 import copy
-import functools
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +24,6 @@ _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 _WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
 
 
-class _Registration(NamedTuple):
-    """The module and the name under which a sharded parameter is registered."""
-
-    owner: nn.Module
-    own_name: str
-    name: str
-    parameter: DTensor
-
-
 @contextmanager
 def shown_whole(module: nn.Module) -> Iterator[None]:
     """Within it, a module is a plain one with whole parameters, in the dtype in which they are kept.
@@ -51,38 +40,34 @@ def shown_whole(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    registrations = [
-        _Registration(owner, own_name, f"{prefix}.{own_name}".lstrip("."), parameter)
+    registered = [
+        (owner, own_name, f"{prefix}.{own_name}".lstrip("."), parameter)
         for prefix, owner in module.named_modules()
-        for own_name, parameter in owner.named_parameters(recurse=False)
+        for own_name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
         if isinstance(parameter, DTensor)
     ]
     shown: dict[Tensor, nn.Parameter] = {}
-    ended: list[bool] = []
-    for one in registrations:
-        if one.parameter not in shown:
-            shown[one.parameter] = _whole(one, ended)
+    for _, _, name, parameter in registered:
+        if parameter not in shown:
+            shown[parameter] = _whole(parameter, name)
     with _plain(module):
         try:
-            for one in registrations:
-                setattr(one.owner, one.own_name, shown[one.parameter])
+            for owner, own_name, _, parameter in registered:
+                setattr(owner, own_name, shown[parameter])
             yield
         finally:
-            ended.append(True)
-            _restore(registrations)
+            _restore(registered)
 
 
-def _whole(registration: _Registration, ended: Sequence[bool]) -> nn.Parameter:
-    parameter = registration.parameter
-    whole = nn.Parameter(cast(DTensor, parameter.detach()).full_tensor(), parameter.requires_grad)
+def _whole(parameter: Any, name: str) -> nn.Parameter:
+    whole = nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
     vars(whole).update(vars(parameter))
 
     def refuse(_: Tensor) -> None:
-        if ended:
-            raise RuntimeError(
-                f"A backward came to {registration.name!r} as `full_parameters()` had shown it, whose gradient no"
-                " optimizer would see. Compute the loss outside of it."
-            )
+        raise RuntimeError(
+            f"A backward came to {name!r} as `full_parameters()` shows it, whose gradient no optimizer would see. For a"
+            " training compute the loss outside of it. For a look within it, take `torch.autograd.grad`."
+        )
 
     if whole.requires_grad:
         whole.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
@@ -90,14 +75,14 @@ def _whole(registration: _Registration, ended: Sequence[bool]) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _restore(registrations: Sequence[_Registration]) -> None:
-    written: dict[DTensor, nn.Parameter | None] = {}
+def _restore(registered: Iterable[tuple[nn.Module, str, str, DTensor]]) -> None:
+    written: dict[DTensor, Any] = {}
     lost = []
-    for owner, own_name, name, parameter in registrations:
-        now = dict(owner.named_parameters(recurse=False)).get(own_name)
+    for owner, own_name, name, parameter in registered:
+        now: Any = getattr(owner, own_name, None)
         first = written.setdefault(parameter, now)
-        fits = now is not None and now.shape == parameter.shape and now.dtype == parameter.dtype
-        if not fits or (first is not now and not torch.equal(cast(Tensor, first), cast(Tensor, now))):
+        fits = isinstance(now, nn.Parameter) and now.shape == parameter.shape and now.dtype == parameter.dtype
+        if not fits or (first is not now and not torch.equal(first, now)):
             lost.append(name)
         setattr(owner, own_name, parameter)
     if lost:
@@ -106,8 +91,7 @@ def _restore(registrations: Sequence[_Registration]) -> None:
             " tied to, or was removed. The shards are as they were before. Change a copy of the module instead, or of"
             " its `state_dict()`."
         )
-    for parameter, now in written.items():
-        value = cast(nn.Parameter, now)
+    for parameter, value in written.items():
         local(parameter).copy_(local(shard_like(value.detach(), parameter)))
         parameter.requires_grad_(value.requires_grad)
 
@@ -148,20 +132,18 @@ def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
     """Makes ``copy.deepcopy`` of sharded modules work. The copies have the modules' own classes, and hold shards.
 
-    A copy gathers nothing: it cannot be called. Copies have no gradients. Neither this nor copying is collective. Only
-    these objects can be copied. FSDP2 refuses all others of their classes.
+    A copy gathers nothing: it cannot be called. Copies have no gradients. Neither this nor copying is collective.
 
     Args:
-        modules: Sharded by FSDP2.
+        modules: Sharded by FSDP2, which has given each another class.
         added: Names of attributes that sharding has added. Copies do not have them.
     """
-    _ADDED.update(added, STEPS, {"__deepcopy__"})
+    _ADDED.update(added, STEPS)
     for module in modules:
-        vars(module)["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
+        cast(Any, type(module)).__deepcopy__ = _copy
 
 
-def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module:
-    module = cast(nn.Module, original())
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     # torch would copy a gradient that lies behind others in a buffer by its memory. A DTensor has none.
     memo.update({id(parameter.grad): None for parameter in module.parameters() if parameter.grad is not None})
     with _plain(module):

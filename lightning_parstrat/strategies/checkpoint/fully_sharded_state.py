@@ -63,8 +63,7 @@ class FullyShardedState(TrainingState):
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
         sharded = self._sharded()
         if sharded is not None:
-            sharded.reshard()
-            sharded.check_no_data_assigned()
+            sharded.check_writes()
         if saves_sharded:
             return self._module.state_dict()
         return gather_module_state(self._module, self._strategy.is_global_zero)

@@ -1,0 +1,105 @@
+"""Writes of your code to parameters of a sharded module: kept in the shards, or refused.
+
+A step gathers parameters, uses them, and frees them. A write in between, such as that of a teacher's moving average,
+would be lost. Before a part's parameters are freed, each rank therefore copies its elements of them into its shards.
+Without a write, that copy changes nothing. So every way to write in place counts, and no write need be noticed.
+
+Two kinds of writes cannot be kept. If ``data`` of a parameter is set, torch forgets what was assigned. If parameters
+are gathered in fewer bits than their shards have, a copy would round the shards. Both are found at the end of a step.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
+from lightning_parstrat.distributed.gradients.local_tensors import local
+from lightning_parstrat.distributed.torch_compat import call_before_freeing, copy_all, gathered_by_fsdp
+
+
+class RefusedWriteError(ValueError):
+    """A write to a parameter would be lost, or rounded."""
+
+
+class Writes:
+    """Keeps writes to gathered parameters, from now on. Collective: it gathers every part once.
+
+    It costs a copy of this rank's shards each time that parameters are freed.
+
+    Args:
+        parts: By name, the modules that FSDP2 has sharded.
+        names: Names of the sharded parameters.
+        device: The device of the parameters.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], names: Mapping[Tensor, str], device: torch.device) -> None:
+        self._parts = list(parts)
+        self._rounded = torch.zeros(len(parts), dtype=torch.bool, device=device)
+        self._read = torch.zeros(len(parts), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._storages = []
+        for number, part in enumerate(parts.values()):
+            part.unshard()
+            gathered = gathered_by_fsdp(part)
+            # Setting `data` gives a tensor another storage.
+            both = [(names[parameter], tensor) for parameter, one in gathered for tensor in (parameter, one)]
+            self._storages += [(name, tensor, tensor.untyped_storage()) for name, tensor in both]
+            cuts = cuts_in_rows(parameter for parameter, _ in gathered)
+            own = [(parameter, one.detach().view(-1)[cuts[parameter].own]) for parameter, one in gathered]
+            call_before_freeing(part, functools.partial(self._keep, number, [pair for pair in own if pair[1].numel()]))
+            part.reshard()
+
+    @torch.no_grad()
+    def _keep(self, number: int, own: list[tuple[Tensor, Tensor]]) -> None:
+        """Copies this rank's elements of gathered parameters into its shards, or notes that they would be rounded."""
+        exact = [(local(parameter).view(-1), one) for parameter, one in own if parameter.dtype == one.dtype]
+        if exact:
+            copy_all(*map(list, zip(*exact, strict=True)))
+        narrow = [(local(parameter).view(-1), one) for parameter, one in own if parameter.dtype != one.dtype]
+        if narrow:
+            gathered = torch.cat([one for _, one in narrow])
+            rounded = torch.empty_like(gathered)
+            copy_all(list(torch.split(rounded, [one.numel() for _, one in narrow])), [shard for shard, _ in narrow])
+            # As integers: NaN is equal to itself, too. Nothing waits for a GPU.
+            self._rounded[number] |= (gathered.view(torch.int16) != rounded.view(torch.int16)).any()
+
+    def refused(self, waits: bool = False) -> str | None:
+        """What was written that cannot be kept, if anything was. Not collective.
+
+        Args:
+            waits: Whether the host waits for a GPU. Otherwise a write that would be rounded may be seen a step later.
+        """
+        name = next((name for name, one, storage in self._storages if one.untyped_storage() is not storage), None)
+        if name is not None:
+            return f"`data` of parameter {name!r} was set"
+        self._read.copy_(self._rounded, non_blocking=not waits)
+        part = next(
+            (part for part, is_rounded in zip(self._parts, self._read.tolist(), strict=True) if is_rounded), None
+        )
+        return (
+            None
+            if part is None
+            else f"A parameter of {part or 'the root'!r} was written to while it was gathered in bf16"
+        )
+
+    def check(self) -> None:
+        """Checks the writes so far. Not collective. The host waits for a GPU.
+
+        Raises:
+            RefusedWriteError: This rank has written what cannot be kept.
+        """
+        what = self.refused(waits=True)
+        if what is not None:
+            raise refusal(what)
+
+
+def refusal(what: str | None) -> RefusedWriteError:
+    """The error for a write on this rank, or on another rank (None)."""
+    return RefusedWriteError(
+        f"{what or 'Another rank has written to a parameter'}. It is sharded: torch forgets what is assigned to `data`"
+        " of a shard, and what was gathered in fewer bits would round a shard. Write in place under `torch.no_grad()`,"
+        " between steps or with param_dtype=None. Or write whole values within"
+        " `trainer.strategy.full_parameters()`, which all ranks enter."
+    )
