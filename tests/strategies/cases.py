@@ -360,7 +360,6 @@ CASES = {
         trainer={**AUTOCAST, "validate": True},
     ),
     "shards: data set in a step": of_shards(for_shards.WritesData, ROOT, zero3="`data` of parameter 'frozen.weight'"),
-    "shards: data set in a unit": of_shards(for_shards.AssignsInABlock, UNITS, zero3=FORGETS),
     "shards: data set on one rank": of_shards(for_shards.assigning("on_train_batch_end", 1), zero3=FORGETS),
     "shards: data set for evaluation": of_shards(
         for_shards.assigning("on_validation_epoch_start"), zero3=FORGETS, trainer={"validate": True}

@@ -424,16 +424,6 @@ def assigning(hook: str, only_rank: int | None = None, then_saves: bool = False)
     return type("Assigns", (Blocks,), {hook: assign})
 
 
-class AssignsInABlock(Blocks):
-    def build(self) -> None:
-        super().build()
-
-        def assign(block: Any, _: Any) -> None:
-            block.linear.weight.data = block.linear.weight.data * 0.9
-
-        self.blocks[1].register_forward_pre_hook(assign)
-
-
 class Matrixwise(torch.optim.Adafactor):
     """As another package's might be: not known by its class."""
 
