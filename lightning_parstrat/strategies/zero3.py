@@ -386,12 +386,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         # On the host, a GPU's ranks could gather nothing for a checkpoint or another training. And torch cannot move a
         # shard that a graph or a weak reference holds. So Lightning moves neither the module nor the optimizers' state.
         optimizers, self._optimizers = self._optimizers, []
-        with ExitStack() as undo:
-            undo.callback(setattr, self, "_optimizers", optimizers)
-            if module is not None:
-                vars(module)["cpu"] = lambda: module
-                undo.callback(vars(module).pop, "cpu")
+        if module is not None:
+            vars(module)["cpu"] = lambda: module
+        try:
             super().teardown()
+        finally:
+            self._optimizers = optimizers
+            if module is not None:
+                del vars(module)["cpu"]
 
     def _close(self) -> None:
         if self._sharded is not None:
