@@ -212,6 +212,13 @@ def fit(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
+def validate_then_fit(setting: Setting) -> zoo.Zoo:
+    trainer = setting.trainer()
+    trainer.validate(setting.module, setting.data[1], verbose=False)
+    trainer.fit(setting.module, *setting.data)
+    return setting.module
+
+
 def all_entry_points(setting: Setting) -> zoo.Zoo:
     trainer = setting.trainer()
     trainer.validate(setting.module, setting.data[1], verbose=False)

@@ -58,6 +58,7 @@ from tests.strategies.callback_scripts import (
     resume_from,
     saved_and_loaded,
     stopped_early,
+    validate_then_fit,
 )
 from tests.strategies.cases import EQUAL, FP64, WAITS
 from tests.strategies.late import late
@@ -197,11 +198,9 @@ CASES = {
         oracle=GOES_ON,
     ),
     # The Trainer's arguments.
-    "all entry points, no inference mode": Case(
-        module=zoo.BatchNormalised,
-        script=all_entry_points,
-        trainer={"inference_mode": False, "val_check_interval": 2},
-    ),
+    "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
+    "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
+    "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "no optimizer": Case(module=WithoutOptimizer),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
