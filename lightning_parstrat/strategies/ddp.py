@@ -311,7 +311,8 @@ class TunedDDPStrategy(ComposedStrategy):
             "Some parameters were not used for the loss that `training_step` returned, or the program has"
             f" caught an exception in a backward. DDP waits for them.{named} If it is intended that they are not used,"
             f" take `strategy='{self.flag}_find_unused_parameters_true'`, or"
-            f" `strategy={type(self).__name__}(find_unused_parameters=True)`."
+            f" `strategy={type(self).__name__}(find_unused_parameters=True)`. After an exception, let it end the"
+            " training, or take `strategy='zero1_custom'`."
         )
 
 
