@@ -115,7 +115,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return self._sharded
 
     @property
-    def _engine(self) -> ShardedModule:
+    def _fsdp_module(self) -> ShardedModule:
         if self._sharded is None:
             raise AssertionError("a step was taken before the module was sharded")
         return self._sharded
@@ -199,7 +199,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on the current parameters."""
-        self._trained_module.reshard()
+        self._fsdp_module.reshard()
         self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
@@ -216,7 +216,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Begins a backward."""
         super().pre_backward(closure_loss)
-        self._trained_module.begin_backward(self._accumulation.accumulates)
+        self._fsdp_module.begin_backward(self._accumulation.accumulates)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -224,20 +224,20 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         try:
             return super().backward(*args, **kwargs)
         except BaseException:
-            self._trained_module.abandon_backward()
+            self._fsdp_module.abandon_backward()
             raise
 
     @override
     def _end_backward(self, ends_window: bool) -> None:
         """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
-        self._trained_module.free_after_backward()
+        self._fsdp_module.free_after_backward()
         if ends_window:
-            self._trained_module.end_backward(lambda: self._accumulation.factor_of_mean)
+            self._fsdp_module.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
     def _before_step(self) -> None:
         # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
-        self._trained_module.reshard()
+        self._fsdp_module.reshard()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -260,10 +260,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        with self._trained_module.evaluation_step(lambda: self._steps.check_all_have("gradients are computed in a step")):
+        with self._fsdp_module.evaluation_step(lambda: self._steps.check_all_have("gradients are computed in a step")):
             yield
         for _ in range(self._steps.to_follow()):
-            self._trained_module.follow_evaluation_step()
+            self._fsdp_module.follow_evaluation_step()
 
     @override
     def on_validation_start(self) -> None:
@@ -286,7 +286,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
         with watching("the comparison of modules that were evaluated"):
-            self._trained_module.end_evaluation(self._ranks.control)
+            self._fsdp_module.end_evaluation(self._ranks.control)
 
     @override
     def _module_called(self) -> str:
@@ -333,13 +333,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         module = self._training_module
         owners = (module, *module.trainer.callbacks)
         if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):
-            self._trained_module.reshard_root_after_forward()
-        self._report_what_is_sharded(self._trained_module)
+            self._fsdp_module.reshard_root_after_forward()
+        self._report_what_is_sharded(self._fsdp_module)
 
     @override
     def on_train_end(self) -> None:
         """Checks a last time what hooks have done to parameters."""
-        self._trained_module.check_writes()
+        self._fsdp_module.check_writes()
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
