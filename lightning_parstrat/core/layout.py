@@ -6,7 +6,7 @@ computes a different offset. The idea is that of Megatron-LM's distributed optim
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,11 @@ class ParameterSpec:
         shape: Its shape.
         dtype: The name of its dtype. All ranks must agree on the dtype.
         itemsize: Bytes per element.
-        group: Parameters share a bucket only if their groups are equal, such as (dtype, device, optimizer).
+        group: Parameters share a bucket only if their groups and partitions are equal. An example of a group is (dtype,
+            device, optimizer).
+        partition: ``"element"`` cuts a bucket into equal shards, also inside a parameter. ``"parameter"`` lets no
+            parameter cross a shard boundary. The shards of one bucket then differ in length. Only over all buckets do
+            the ranks own about the same.
     """
 
     name: str
@@ -32,6 +36,7 @@ class ParameterSpec:
     dtype: str
     itemsize: int
     group: Hashable
+    partition: Partition = "element"
 
     @property
     def numel(self) -> int:
@@ -54,16 +59,12 @@ class LayoutPolicy:
     Args:
         world_size: Number of ranks that share the optimizer state.
         bucket_cap_bytes: A bucket is closed before it would exceed this, unless that leaves next to nothing in it.
-        partition: ``"element"`` cuts every bucket into equal shards, also inside a parameter. ``"parameter"`` lets no
-            parameter cross a shard boundary. The shards of one bucket then differ in length. Only over all buckets do
-            the ranks own about the same.
         alignment_bytes: Parameters and shards start at multiples of this. 64 is a cache line. 256 is the alignment of a
             GPU's allocations, by which matrix products choose a kernel.
     """
 
     world_size: int
     bucket_cap_bytes: int
-    partition: Partition = "element"
     alignment_bytes: int = 64
 
 
@@ -186,12 +187,13 @@ def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> t
         the world size, and add one number per rank and bucket.
     """
     groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
-    if policy.partition == "element":
-        return tuple(_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups)
     owners = _choose_owners(parameters, policy.world_size)
-    return tuple(
-        _keep_uncut([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
-    )
+    layouts = []
+    for members in groups:
+        specs = [(index, parameters[index]) for index in members]
+        is_cut = specs[0][1].partition == "element"
+        layouts.append(_cut_anywhere(specs, policy) if is_cut else _keep_uncut(specs, owners, policy))
+    return tuple(layouts)
 
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
@@ -211,7 +213,7 @@ def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[li
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     for index, spec in enumerate(parameters):
-        group = spec.group
+        group = spec.group, spec.partition
         if open_bytes.get(group, 0) * _SMALL > cap_bytes and open_bytes[group] + spec.nbytes > cap_bytes:
             closed.append(open_buckets.pop(group))
             open_bytes[group] = 0
@@ -235,22 +237,25 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
     return BucketLayout(tuple(slots), even_bounds(numel, policy.world_size), itemsize)
 
 
-def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list[int]:
-    """The rank that owns each parameter: the largest first, each to the rank with the fewest elements (bin packing).
+def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> dict[int, int]:
+    """The rank that owns each uncut parameter: the largest first, to the rank with the fewest elements (bin packing).
 
     R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the fullest rank has at most 4/3 of the optimum.
     The order of the parameters does not matter.
     """
     loads = [(0, rank) for rank in range(world_size)]
-    owners = [0] * len(parameters)
+    owners: dict[int, int] = {}
+    uncut = [index for index, spec in enumerate(parameters) if spec.partition == "parameter"]
     # Names decide ties, positions do not: the order of the parameters must not matter.
-    for index in sorted(range(len(parameters)), key=lambda index: (-parameters[index].numel, parameters[index].name)):
+    for index in sorted(uncut, key=lambda index: (-parameters[index].numel, parameters[index].name)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + parameters[index].numel, owners[index]))
     return owners
 
 
-def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
+def _keep_uncut(
+    members: list[tuple[int, ParameterSpec]], owners: Mapping[int, int], policy: LayoutPolicy
+) -> BucketLayout:
     """Places the parameters of one rank after those of another. A rank that owns none has an empty shard.
 
     The last rank is an exception: its shard has the padding. Collectives carry equal parts (see
@@ -261,8 +266,8 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
     starts: dict[int, int] = {}
     bounds, end = [0], 0
     by_owner: dict[int, list[tuple[int, ParameterSpec]]] = {}
-    for index, spec, owner in members:
-        by_owner.setdefault(owner, []).append((index, spec))
+    for index, spec in members:
+        by_owner.setdefault(owners[index], []).append((index, spec))
     for rank in range(policy.world_size):
         for index, spec in by_owner.get(rank, []):
             starts[index] = end
@@ -270,7 +275,7 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
         bounds.append(end)
     # At least one element, as in `_cut_anywhere`.
     bounds[-1] = _round_up(max(end, 1), alignment * policy.world_size)
-    slots = tuple(Slot(index, starts[index], spec.numel) for index, spec, _ in members)
+    slots = tuple(Slot(index, starts[index], spec.numel) for index, spec in members)
     return BucketLayout(slots, tuple(bounds), itemsize)
 
 

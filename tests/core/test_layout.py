@@ -24,18 +24,21 @@ PARTITIONS: tuple[Partition, ...] = ("element", "parameter")
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
 
-def spec(shape: tuple[int, ...], group: str = "float32", name: str = "p") -> ParameterSpec:
+def spec(
+    shape: tuple[int, ...], group: str = "float32", name: str = "p", partition: Partition = "element"
+) -> ParameterSpec:
     return ParameterSpec(
         name=name,
         shape=shape,
         dtype=f"dtype{ITEMSIZES[group]}",
         itemsize=ITEMSIZES[group],
         group=group,
+        partition=partition,
     )
 
 
-def specs_of(*shapes: tuple[int, ...]) -> list[ParameterSpec]:
-    return [spec(shape, name=f"p{index}") for index, shape in enumerate(shapes)]
+def specs_of(*shapes: tuple[int, ...], partition: Partition = "element") -> list[ParameterSpec]:
+    return [spec(shape, name=f"p{index}", partition=partition) for index, shape in enumerate(shapes)]
 
 
 def alignment_of(bucket: BucketLayout, policy: LayoutPolicy) -> int:
@@ -58,22 +61,25 @@ def owners_of(buckets: Sequence[BucketLayout]) -> dict[int, int]:
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 700).map(lambda size: (size,))
-parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEMSIZES))), max_size=12).map(
-    lambda items: [spec(shape, group, f"p{index}") for index, (shape, group) in enumerate(items)]
-)
 
 
-def policies(*partitions: Partition) -> st.SearchStrategy[LayoutPolicy]:
+def lists_of(*partitions: Partition) -> st.SearchStrategy[list[ParameterSpec]]:
+    one = st.tuples(shapes, st.sampled_from(sorted(ITEMSIZES)), st.sampled_from(partitions))
+    return st.lists(one, max_size=12).map(
+        lambda items: [spec(shape, group, f"p{index}", cut) for index, (shape, group, cut) in enumerate(items)]
+    )
+
+
+def policies() -> st.SearchStrategy[LayoutPolicy]:
     return st.builds(
         LayoutPolicy,
         world_size=st.integers(1, 8),
         bucket_cap_bytes=st.sampled_from((1, 64, 1000, 4096, 2**20)),
-        partition=st.sampled_from(partitions or PARTITIONS),
         alignment_bytes=st.sampled_from((1, 16, 64, 256)),
     )
 
 
-@given(parameter_lists, policies())
+@given(lists_of(*PARTITIONS), policies())
 def test_every_plan_owns_every_element_once_in_aligned_slots_of_its_group(
     parameters: list[ParameterSpec], policy: LayoutPolicy
 ) -> None:
@@ -120,7 +126,7 @@ def test_every_plan_owns_every_element_once_in_aligned_slots_of_its_group(
     assert fingerprint(again, buckets) == fingerprint(parameters, buckets)
 
 
-@given(parameter_lists, policies("element"))
+@given(lists_of("element"), policies())
 def test_element_partition_cuts_equal_shards_and_pads_little(
     parameters: list[ParameterSpec], policy: LayoutPolicy
 ) -> None:
@@ -133,7 +139,7 @@ def test_element_partition_cuts_equal_shards_and_pads_little(
         assert padding_of(bucket) <= (len(bucket.slots) - 1) * (alignment - 1) + alignment * policy.world_size
 
 
-@given(parameter_lists, policies("parameter"), st.integers(1, 1000))
+@given(lists_of("parameter"), policies(), st.integers(1, 1000))
 def test_parameter_partition_leaves_parameters_whole_in_their_order_and_pads_little(
     parameters: list[ParameterSpec], policy: LayoutPolicy, world_size: int
 ) -> None:
@@ -170,8 +176,8 @@ def test_parts_are_those_of_the_ranks_that_have_each_element(lengths: list[int],
 
 
 def test_a_thousand_ranks_take_no_more_room_than_their_three_parameters() -> None:
-    policy = LayoutPolicy(world_size=1000, bucket_cap_bytes=2**30, partition="parameter")
-    (bucket,) = plan_buckets(specs_of((1000, 1000), (17,), (500, 1000)), policy)
+    policy = LayoutPolicy(world_size=1000, bucket_cap_bytes=2**30)
+    (bucket,) = plan_buckets(specs_of((1000, 1000), (17,), (500, 1000), partition="parameter"), policy)
     # But for what makes equal parts of it: less than an aligned start for each rank.
     assert bucket.numel == 1_504_000 < 1_000_000 + 32 + 500_000 + 16 * 1000
     assert len(bucket.bounds) == 1001
@@ -194,8 +200,8 @@ def test_known_layouts() -> None:
         ([0], 2, "parameter", [0], [0, 0, 32]),
     ]
     for sizes, world_size, partition, offsets, bounds in known:
-        policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
-        (bucket,) = plan_buckets(specs_of(*((size,) for size in sizes)), policy)
+        policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20)
+        (bucket,) = plan_buckets(specs_of(*((size,) for size in sizes), partition=partition), policy)
         assert [slot.offset for slot in bucket.slots] == offsets and list(bucket.bounds) == bounds
         assert padding_of(bucket) == bounds[-1] - sum(sizes)
     # A boundary cuts a parameter.
@@ -228,8 +234,10 @@ def test_parameter_partition_gives_no_rank_more_than_four_thirds_of_the_optimum(
     sizes: list[int], world_size: int, cap: int, two_groups: bool
 ) -> None:
     names = ("float32", "bfloat16") if two_groups else ("float32",)
-    parameters = [spec((size,), names[index % len(names)], f"p{index}") for index, size in enumerate(sizes)]
-    policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=cap, partition="parameter", alignment_bytes=1)
+    parameters = [
+        spec((size,), names[index % len(names)], f"p{index}", "parameter") for index, size in enumerate(sizes)
+    ]
+    policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=cap, alignment_bytes=1)
     owners = owners_of(plan_buckets(parameters, policy))
 
     def fullest(owner_of: Sequence[int]) -> int:
@@ -244,7 +252,8 @@ BASE: list[Any] = [("w", (4, 6)), ("v", (6, 4)), ("b", (6,))]
 
 def test_fingerprints_differ_with_whatever_a_plan_depends_on() -> None:
     def fingerprint_of(parameters: list[Any], **changes: Any) -> int:
-        specs = [spec(shape, *more, name=name) for name, shape, *more in parameters]
+        cut = changes.pop("partition", "element")
+        specs = [spec(shape, *more, name=name, partition=cut) for name, shape, *more in parameters]
         policy = LayoutPolicy(**{"world_size": 2, "bucket_cap_bytes": 2**20, **changes})
         return fingerprint(specs, plan_buckets(specs, policy))
 

@@ -84,7 +84,7 @@ slow strategies/test_parity.py::test_trains_as_the_oracle_does[unused-by flag-2]
 distributed/engine/reducer.py: sharded accumulation: windows that are cut short or weighted are taken for full ones
 - factor = scale() * self.collectives.world_size
 + factor = 1.0
-distributed/engine/test_sharded_accumulation.py::test_windows_equal_those_of_one_process
+strategies/gradients/test_steps.py::test_a_step_is_that_of_one_big_batch[alone, short windows, ddp_tuned and zero2]
 
 distributed/engine/buckets.py: sharded accumulation: micro-batches add up in 16 bits
 - narrow = self.shard_dtype in (torch.float16, torch.bfloat16)
@@ -111,9 +111,9 @@ distributed/engine/planning.py: a resumed training sends its buckets in another 
 + in_turn = dict.fromkeys(reversed(self._names.values()))
 distributed/engine/test_plans.py::test_a_known_order_of_gradients_is_followed
 
-distributed/engine/planning.py: buckets of matrices wait for those of all other parameters
-- sorted(planned, key=lambda one: one[0])
-+ planned
+core/layout.py: buckets of matrices wait for those of all other parameters
+- groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
++ groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda one: parameters[one[0]].partition)
 distributed/engine/test_plans.py::test_buckets_are_in_the_reverse_order_of_registration_and_stay
 
 distributed/engine/buckets.py: master weights are rounded in every step

@@ -2,14 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import (
-    BucketLayout,
     LayoutPolicy,
     ParameterSpec,
     Partition,
@@ -70,24 +68,25 @@ class BucketPlanner:
             first: The index of the first bucket.
         """
         ordered = sorted(owners, key=self._turn_of)
-        ready = {parameter: number for number, parameter in enumerate(ordered)}
-        uncut = {parameter for parameter in ordered if "parameter" in [partitions[one] for one in owners[parameter]]}
-        specs: list[ParameterSpec] = []
-        planned: list[tuple[int, BucketLayout, list[Tensor]]] = []
-        for partition in get_args(Partition):
-            parameters = [parameter for parameter in ordered if (parameter in uncut) == (partition == "parameter")]
-            own = [self._spec(parameter, owners[parameter]) for parameter in parameters]
-            specs += own
-            for layout in self._plan(own, partition):
-                # The bucket is sent with its last gradient.
-                last = max(ready[parameters[slot.parameter]] for slot in layout.slots)
-                planned.append((last, layout, parameters))
+        specs = [self._spec(parameter, owners[parameter], partitions) for parameter in ordered]
+        # Frozen parameters send nothing, and may have a layout without a size.
+        trained = [parameter for parameter in self._names if parameter.requires_grad]
+        model_bytes = sum(one.numel() * one.element_size() for one in trained)
+        layouts = plan_buckets(
+            specs,
+            LayoutPolicy(
+                world_size=self._shards,
+                bucket_cap_bytes=self._policy.bucket_cap_bytes(
+                    model_bytes, self._shards, self._device_type, self._place.copies
+                ),
+                alignment_bytes=64 if self._device_type == "cpu" else 256,
+            ),
+        )
         # Before anything is moved.
-        check_agreement(self._control, fingerprint(specs, [layout for _, layout, _ in planned]))
-        # Stable: buckets that are ready together keep the order of the layout on every rank.
-        for index, (_, layout, parameters) in enumerate(sorted(planned, key=lambda one: one[0]), first):
-            make = ParameterBucket if owners[parameters[layout.slots[0].parameter]] else GradientBucket
-            yield make(index, layout, parameters, self._place, self._policy)
+        check_agreement(self._control, fingerprint(specs, layouts))
+        for index, layout in enumerate(layouts, first):
+            make = ParameterBucket if owners[ordered[layout.slots[0].parameter]] else GradientBucket
+            yield make(index, layout, ordered, self._place, self._policy)
 
     def fits(self, buckets: Sequence[ParameterBucket]) -> bool:
         """Whether all gradients of a bucket are made before those of the next."""
@@ -98,31 +97,17 @@ class BucketPlanner:
         # A parameter that the module does not have comes first.
         return self._turn.get(self._name(parameter), -1)
 
-    def _plan(self, specs: Sequence[ParameterSpec], partition: Partition) -> tuple[BucketLayout, ...]:
-        policy = LayoutPolicy(
-            world_size=self._shards,
-            bucket_cap_bytes=self._cap_bytes(),
-            partition=partition,
-            alignment_bytes=64 if self._device_type == "cpu" else 256,
-        )
-        return plan_buckets(specs, policy)
-
-    def _cap_bytes(self) -> int:
-        # Frozen parameters send nothing, and may have a layout without a size.
-        trained = [parameter for parameter in self._names if parameter.requires_grad]
-        model_bytes = sum(one.numel() * one.element_size() for one in trained)
-        return self._policy.bucket_cap_bytes(model_bytes, self._shards, self._device_type, self._place.copies)
-
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, UNNAMED)
 
-    def _spec(self, parameter: Tensor, owners: Owners) -> ParameterSpec:
+    def _spec(self, parameter: Tensor, owners: Owners, partitions: Mapping[int, Partition]) -> ParameterSpec:
         return ParameterSpec(
             name=self._name(parameter),
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype),
             itemsize=parameter.element_size(),
             group=(str(parameter.dtype), str(parameter.device), owners),
+            partition="parameter" if "parameter" in [partitions[one] for one in owners] else "element",
         )
 
 

@@ -106,62 +106,6 @@ def test_every_bucket_leaves_in_its_order_while_backward_runs_and_none_is_waited
     assert pool.run(2, events_of_a_window, 1, True) == pool.run(2, events_of_a_window, 1, False)
 
 
-# Short windows, also of one micro-batch, with scales as tokens or an epoch's end make them.
-WINDOWS = [(3, None), (4, 0.3), (1, None), (2, 1 / 3), (3, 0.0), (3, 0.7)]
-
-
-def trained(make: Callable[..., nn.Module], make_optimizer: Any, in_shards: bool) -> list[Tensor]:
-    module = make(torch.float64)
-    optimizer = make_optimizer(parameters_of(module))
-    engine = sharded_engine(module, optimizer, in_shards, bucket_cap_mb=2e-4)
-    for step, (length, scale) in enumerate(WINDOWS):
-        optimizer.zero_grad(set_to_none=step % 3 != 1)
-        module.zero_grad()
-        first = 100 * step + 10 * dist.get_rank()
-        window(engine, [partial(loss_of, module, number) for number in range(first, first + length)], scale)
-        optimizer.step()
-        step_outside(module)
-    engine.gatherer.finish()
-    engine.close()
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def step_outside(module: nn.Module) -> None:
-    if isinstance(module, Routed):
-        for parameter in module.outside.parameters():
-            assert parameter.grad is not None
-            parameter.data.sub_(parameter.grad, alpha=0.1)
-
-
-def by_hand(make: Callable[..., nn.Module], make_optimizer: Any, ranks: int) -> list[Tensor]:
-    """In one process: the sum of all ranks' micro-batches, times the scale."""
-    module = make(torch.float64)
-    optimizer = make_optimizer(parameters_of(module))
-    for step, (length, scale) in enumerate(WINDOWS):
-        optimizer.zero_grad(set_to_none=step % 3 != 1)
-        if isinstance(module, Routed):
-            module.outside.zero_grad()
-        for rank in range(ranks):
-            for number in range(length):
-                loss_of(module, 100 * step + 10 * rank + number).backward()
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= 1 / ranks if scale is None else scale
-        optimizer.step()
-        step_outside(module)
-    return [parameter.detach() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_windows_equal_those_of_one_process(pool: RankPool, world_size: int) -> None:
-    for make, make_optimizer in ((layers, adamw), (Routed, sgd)):
-        expected = by_hand(make, make_optimizer, world_size)
-        for in_shards in (True, False):
-            assert distance(pool.run(world_size, trained, make, make_optimizer, in_shards)[0], expected) <= 1e-12
-        # It has trained.
-        assert distance(expected, list(make().parameters())) > 1e-2
-
-
 def small_numbers(dtype: torch.dtype, masters: Any, zeroed_in_place: bool) -> tuple[list[float], torch.dtype]:
     """A large gradient, then many that are lost in 16 bits each by itself."""
     module = nn.Linear(256, 1, bias=False).to(dtype)
