@@ -1,13 +1,13 @@
 """The state of a sharded optimizer, to and from torch's own ``state_dict``: described, collected, and sliced.
 
 Each rank describes its parts to rank 0: which elements of which parameters, and the entries of their state. Then it
-sends its shards of the state, in one message for each bucket and dtype. Messages are in host memory, so a device never
-holds more than a shard. Loading takes each rank's part of an unsharded state.
+sends its shards of the state, tensor by tensor, from host memory. A device never holds more than a shard. Loading takes
+each rank's part of an unsharded state.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
 MASTER_WEIGHTS = "master_weights"
@@ -50,22 +50,13 @@ class Shards(NamedTuple):
 
     Attributes:
         slots: The places of sharded parameters. Every rank has the state of all others.
-        buckets: Their buckets.
         ranks: The ranks that together hold one copy of the state, in the order of their shards, rank 0 first.
         control: Collectives of all ranks. They work on host memory.
     """
 
     slots: Mapping[Tensor, ParameterSlot]
-    buckets: Sequence[ParameterBucket]
     ranks: Sequence[int]
     control: Collectives
-
-
-class Entry(NamedTuple):
-    """One entry of a parameter's state: the dtype of a tensor that is cut as the parameter is, or any other value."""
-
-    dtype: torch.dtype | None
-    value: Any
 
 
 class PartOfState(NamedTuple):
@@ -73,15 +64,15 @@ class PartOfState(NamedTuple):
 
     Attributes:
         position: The parameter's position in the optimizer.
-        start: The first of the parameter's elements, in storage order.
-        numel: How many elements there are.
-        entries: The entries, in the optimizer's order.
+        elements: Which of the parameter's elements there are, in storage order.
+        dtypes: The dtype of each tensor that is cut as the parameter is.
+        others: All other entries, with their values.
     """
 
     position: int
-    start: int
-    numel: int
-    entries: dict[str, Entry]
+    elements: slice
+    dtypes: dict[str, torch.dtype]
+    others: dict[str, Any]
 
 
 class OwnPart(NamedTuple):
@@ -104,9 +95,8 @@ def gather_state_dict(
 ) -> StateDict:
     """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
-    Collective. Each rank describes what it holds, and then sends its shard of the state, bucket by bucket. At the end,
-    rank 0's host holds the unsharded state. Until then it also holds the messages of one bucket. A device never holds
-    more than before.
+    Collective. Each rank describes what it holds, and then sends its shards of the state, one by one. At the end, rank
+    0's host holds the unsharded state. A device never holds more than before.
 
     Args:
         optimizer: A sharded optimizer.
@@ -120,20 +110,19 @@ def gather_state_dict(
     """
     run_hooks_before_state_dict(optimizer)
     control, parameters = shards.control, grouped_parameters(optimizer)
-    slots = [shards.slots.get(parameter) for parameter in parameters]
     own = _own_parts(optimizer, shards) if control.rank in shards.ranks else []
-    described: list[list[list[PartOfState]]] = gather_object(own, control.group)
-    make = stand_in or _zeros
+    described: list[list[PartOfState]] = gather_object(own, control.group)
     by_position: dict[int, StateDict] = {}
-    for part in (part for of_rank in described for of_bucket in of_rank for part in of_bucket):
-        state, slot = by_position.setdefault(part.position, {}), slots[part.position]
-        for key, entry in part.entries.items():
-            # If ranks differ, the entries that any of them keeps.
-            if key not in state and slot is not None:
-                whole = None if entry.dtype is None else make(part.position, key, slot, entry.dtype)
-                state[key] = copy.deepcopy(entry.value) if whole is None else whole
+    for position, _, dtypes, others in (part for of_rank in described for part in of_rank):
+        state, slot = by_position.setdefault(position, {}), shards.slots[parameters[position]]
+        # If ranks differ, the entries that any of them keeps.
+        state.update({key: copy.deepcopy(one) for key, one in others.items() if key not in state})
+        make = stand_in or _zeros
+        state.update({key: make(position, key, slot, dtype) for key, dtype in dtypes.items() if key not in state})
     if stand_in is None:
-        _collect(optimizer, shards, described or [own], by_position)
+        _send_parts(optimizer, shards, own, by_position)
+        for source, parts in enumerate(described[1:], 1):
+            _receive_parts(shards, source, parts, parameters, by_position)
     if on_all:
         by_position = broadcast_object(by_position, control.group)
     by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
@@ -241,92 +230,54 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
 
 
-def _own_parts(optimizer: Optimizer, shards: Shards) -> list[list[PartOfState]]:
-    """The parts of the state that this rank holds, for each bucket."""
-    by_bucket: dict[GradientBucket, list[PartOfState]] = {bucket: [] for bucket in shards.buckets}
-    known: dict[Any, dict[str, Entry]] = {}
+def _own_parts(optimizer: Optimizer, shards: Shards) -> list[PartOfState]:
+    """The parts of the state that this rank holds."""
+    parts = []
     for position, parameter in enumerate(grouped_parameters(optimizer)):
         slot = shards.slots.get(parameter)
         if slot is None or slot.shard is None or slot.shard_slice is None:
             continue
-        entries = {MASTER_WEIGHTS: Entry(slot.shard.dtype, None)} if slot.has_master_weights else {}
-        for key, value in optimizer.state.get(slot.shard, {}).items():
-            is_cut = isinstance(value, Tensor) and value.shape == slot.shard.shape
-            entries[key] = Entry(value.dtype, None) if is_cut else Entry(None, on_host(value))
-        # Most parameters have the same entries, with as many steps. The same object is pickled once.
-        content = tuple((key, one.dtype, _content(one.value)) for key, one in entries.items())
-        entries, own = known.setdefault(content, entries), slot.shard_slice
-        by_bucket[slot.bucket].append(PartOfState(position, own.parameter_start, own.numel, entries))
-    return list(by_bucket.values())
+        entries = optimizer.state.get(slot.shard, {})
+        cut = {key: one.dtype for key, one in entries.items() if _is_cut(one, slot.shard)}
+        others = {key: on_host(one) for key, one in entries.items() if key not in cut}
+        masters = {MASTER_WEIGHTS: slot.shard.dtype} if slot.has_master_weights else {}
+        parts.append(PartOfState(position, slot.shard_slice.elements, masters | cut, others))
+    return parts
 
 
-def _content(value: Any) -> Any:
-    """Equal for equal numbers. All other values are different."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.dtype, value.shape, value.item()
-    return (type(value), value) if isinstance(value, (int, float)) else id(value)
+def _is_cut(value: Any, shard: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.shape
 
 
-def _messages(parts: Sequence[PartOfState]) -> Iterator[tuple[Tensor, list[tuple[PartOfState, str, Tensor]]]]:
-    """Memory for the messages of one bucket, one for each dtype. With each, its parts' entries and their places."""
-    for dtype in dict.fromkeys(entry.dtype for part in parts for entry in part.entries.values()):
-        if dtype is not None:
-            entries = [(part, key) for part in parts for key, entry in part.entries.items() if entry.dtype == dtype]
-            sizes = [part.numel for part, _ in entries]
-            message = torch.empty(sum(sizes), dtype=dtype)
-            yield message, [(*entry, place) for entry, place in zip(entries, torch.split(message, sizes), strict=True)]
+def _send_parts(
+    optimizer: Optimizer, shards: Shards, own: Sequence[PartOfState], state: Mapping[int, StateDict]
+) -> None:
+    """Sends this rank's tensors to rank 0, one by one. Rank 0 copies its own into ``state``."""
+    parameters, control = grouped_parameters(optimizer), shards.control
+    for position, _, dtypes, _ in own:
+        slot = shards.slots[parameters[position]]
+        for key in dtypes:
+            value: Any = slot.shard if key == MASTER_WEIGHTS else optimizer.state[parameters[position]][key]
+            if control.rank == 0:
+                slot.part_of(state[position][key]).copy_(value.detach())
+                continue
+            uncut = value.numel() == slot.place.numel
+            flat = slot.storage_order(value.detach()) if uncut else value.detach()
+            control.group.send([flat.contiguous().cpu()], 0, 0).wait()
 
 
-def _collect(
-    optimizer: Optimizer,
+def _receive_parts(
     shards: Shards,
-    described: Sequence[Sequence[Sequence[PartOfState]]],
+    source: int,
+    parts: Sequence[PartOfState],
+    parameters: Sequence[Tensor],
     state: Mapping[int, StateDict],
 ) -> None:
-    """Copies the tensors of all ranks into the state on rank 0. Collective.
-
-    Rank 0 receives the messages of one bucket at a time.
-
-    Args:
-        optimizer: The optimizer whose state is collected.
-        shards: Where it is.
-        described: On rank 0 the parts of all ranks, by bucket. On other ranks, their own.
-        state: On rank 0 the state by the parameters' positions, with memory for its tensors.
-    """
-    control = shards.control
-    slots = [shards.slots.get(parameter) for parameter in grouped_parameters(optimizer)]
-
-    def pack(part: PartOfState, key: str, place: Tensor) -> None:
-        slot = slots[part.position]
-        if slot is None or slot.shard is None:
-            raise AssertionError("state was found for a shard that does not exist")
-        value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
-        uncut = part.numel == slot.place.numel
-        place.copy_(slot.storage_order(value.detach()) if uncut else value.detach())
-
-    def unpack(part: PartOfState, key: str, place: Tensor) -> None:
-        if (slot := slots[part.position]) is not None:
-            slot.storage_order(state[part.position][key])[part.start : part.start + part.numel].copy_(place)
-
-    for number in range(len(shards.buckets)):
-        # This rank's own part, one by one, before memory is taken for what arrives.
-        for message, entries in _messages(described[0][number]) if described[0] else ():
-            for entry in entries:
-                pack(*entry)
-            if control.rank == 0:
-                for entry in entries:
-                    unpack(*entry)
-            else:
-                control.group.send([message], 0, 0).wait()
-        arriving = [
-            (entries, control.group.recv([message], source, 0))
-            for source, of_rank in enumerate(described[1:], 1)
-            for message, entries in (_messages(of_rank[number]) if of_rank else ())
-        ]
-        for entries, work in arriving:
-            work.wait()
-            for entry in entries:
-                unpack(*entry)
+    """Receives another rank's tensors, each at its place in ``state``."""
+    for position, elements, dtypes, _ in parts:
+        for key in dtypes:
+            place = shards.slots[parameters[position]].storage_order(state[position][key])[elements]
+            shards.control.group.recv([place], source, 0).wait()
 
 
 def _zeros(_: int, __: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:

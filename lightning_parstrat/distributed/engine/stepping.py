@@ -174,7 +174,7 @@ class OptimizerSharding:
     def shards(self) -> Shards:
         """Where the state is."""
         ranks = self.shard_groups.groups[0] if self.buckets else range(1)
-        return Shards(self.slots, self.buckets, ranks, self.reducer.control)
+        return Shards(self.slots, ranks, self.reducer.control)
 
     def look_up(self, buckets: Sequence[ParameterBucket]) -> None:
         """Finds the optimizer's parameters in buckets. Every rank steps all parameters that are in none."""
@@ -354,8 +354,8 @@ def _state_dict(self: Optimizer) -> dict[str, Any]:
 
     Collective: nothing is sent before all ranks have called it. A rank that waits for others logs that.
     """
-    shards = sharding_of(self).shards
-    buckets = ", ".join(str(bucket.index) for bucket in shards.buckets[:1])
+    sharding = sharding_of(self)
+    shards, buckets = sharding.shards, ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
     advice = "Call it on all ranks, and save what it returns on rank 0."
     with met("`optimizer.state_dict()`", shards.control.group, advice, of=f"buckets from {buckets}"):
         return gather_state_dict(self, shards, on_all=True)
