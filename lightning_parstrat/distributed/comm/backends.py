@@ -64,15 +64,12 @@ def make_collectives(
 
 
 class LocalCollectives(Collectives):
-    """World size 1: nothing to send. A sum may stay in its buffer."""
-
-    sends_nothing = True
+    """World size 1: nothing to send."""
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        if shard.data_ptr() != buffer.data_ptr():
-            # The shard's dtype may be wider.
-            shard.copy_(buffer)
+        # The shard's dtype may be wider.
+        shard.copy_(buffer)
         return DONE
 
     @override

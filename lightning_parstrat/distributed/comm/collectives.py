@@ -149,11 +149,9 @@ class Collectives(ABC):
         mates: The ranks that share a copy with this one, in the order of their shards.
         shard_count: The number of these ranks.
         widens: Whether equal shards of gradients are sent in the dtype in which they are summed.
-        sends_nothing: Whether a sum is this rank's buffer, and a gather what this rank has.
     """
 
     widens = False
-    sends_nothing = False
 
     def __init__(self, group: dist.ProcessGroup, groups: ShardGroups | None = None) -> None:
         self.rank = dist.get_rank(group)

@@ -37,7 +37,6 @@ class ParameterSlot:
         arrived: Whether this rank had a gradient for the parameter in the current backward.
         reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
-        is_rebound: Whether its user has given it other data. The bucket then holds a copy of that data.
         trainable: Whether the parameter required a gradient when the last backward began.
         idle_backwards: In how many backwards in a row it was trainable, but no rank had a gradient for it.
     """
@@ -53,7 +52,6 @@ class ParameterSlot:
     arrived: bool = False
     reduced: bool = False
     used: bool = False
-    is_rebound: bool = False
     trainable: bool = False
     idle_backwards: int = 0
 
@@ -200,21 +198,18 @@ class GradientBucket:
             copy_all(places, gradients)
         return buffer
 
-    def room_for_sum(self, buffer: Tensor, exposes: bool, sends_nothing: bool) -> tuple[Tensor, Tensor | None]:
+    def room_for_sum(self, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
         """The memory for the shard of the sum of ``buffer``, and the buffer around it if the sum is to be exposed.
 
         Args:
             buffer: Packed gradients.
             exposes: Whether the sum is to be exposed.
-            sends_nothing: Whether the packed gradients are the sum.
         """
-        kept_in = self.dtype if exposes else self.sum_dtype if self.is_partial else self.shard_dtype
-        if sends_nothing and buffer.dtype == kept_in:
-            return self.shard_of(buffer), buffer if exposes else None
         if not exposes:
+            kept_in = self.sum_dtype if self.is_partial else self.shard_dtype
             return buffer.new_empty(self.shard_numel, dtype=kept_in), None
         # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
-        unsharded = torch.empty_like(buffer, dtype=kept_in)
+        unsharded = torch.empty_like(buffer, dtype=self.dtype)
         return self.shard_of(unsharded), unsharded
 
     def attach_exposed_gradients(self) -> None:
@@ -294,9 +289,9 @@ class ParameterBucket(GradientBucket):
         # Padding is sent with the parameters: as zeros, not as uninitialized memory.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
-        self._left_behind: set[int] = set()
-        self._has_rebound = False
-        self._move_in(self.slots)
+        self._first_storage = self.flat.untyped_storage().data_ptr()
+        self._has_copies = False
+        self._move_in()
         if master_dtype is not None:
             self.master = self.shard.to(master_dtype, copy=True)
         for slot in self.slots:
@@ -316,67 +311,61 @@ class ParameterBucket(GradientBucket):
 
         The parameters must also allow marking. A parameter of a subclass may have another ``__torch_function__``.
         """
-        if self._has_rebound or not {nn.Parameter}.issuperset(map(type, self.parameters)):
+        if self._has_copies or not {nn.Parameter}.issuperset(map(type, self.parameters)):
             return False
         return users_of_storage(self.flat) <= self._own_users
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of the buffer, and of earlier buffers that others still hold. A view of one keeps all of it."""
-        return self._left_behind | {self.flat.untyped_storage().data_ptr()}
+        """Addresses of the buffer, and of the one that parameters had before it. A view of one keeps all of it."""
+        return {self._first_storage, self.flat.untyped_storage().data_ptr()}
 
     def copy_in_rebound(self) -> None:
         """Copies in the tensors that users have set as parameters' data. The tensors remain the users'.
 
-        Such a tensor stays the parameter's storage, as under DDP: its user may hold it. From then on the bucket works
-        on a copy. Other tensors may still use the memory that the parameter had in the bucket: two parameters may have
-        swapped data. So the bucket moves to a new buffer.
+        Such a tensor stays the parameter's storage, as under DDP: its user may hold it. Other tensors may still use the
+        memory that the parameter had in the bucket: two parameters may have swapped data. So from then on all
+        parameters keep the memory that they have, and the bucket works on copies of them in a new buffer.
 
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
-        rebound = self._lying_elsewhere()
-        if not rebound:
+        if not self._has_copies and not self._lying_elsewhere():
             return
-        self._check_unchanged(rebound)
-        self._has_rebound = True
+        self._check_unchanged()
         with torch.no_grad():
-            if not all(slot.is_rebound for slot in rebound):
-                self._move_to_new_buffer(rebound)
-            for slot in rebound:
-                slot.is_rebound = True
+            if not self._has_copies:
+                self._has_copies = True
+                self.flat = self.flat.clone()
+                for slot in self.slots if self.master is None else ():
+                    if slot.shard is not None:
+                        slot.shard.data = slot.view_into_shard(self.shard)
+            for slot in self.slots:
                 slot.view_into(self.flat).copy_(slot.parameter.data)
 
     @torch.no_grad()
-    def _copy_out_rebound(self) -> None:
+    def _move_in(self) -> None:
         for slot in self.slots:
-            if slot.is_rebound:
-                slot.parameter.data.copy_(slot.view_into(self.flat))
-
-    @torch.no_grad()
-    def _move_in(self, slots: Sequence[ParameterSlot]) -> None:
-        for slot in slots:
             if slot.place.numel:
                 view = slot.view_into(self.flat)
                 view.copy_(slot.parameter.data)
                 slot.parameter.data = view
 
-    def _lying_elsewhere(self) -> list[ParameterSlot]:
-        """Slots with elements whose parameter lies outside of the buffer, or in another order."""
+    def _lying_elsewhere(self) -> bool:
+        """Whether a parameter with elements lies outside of the buffer, or in another order."""
         start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
-        return [
-            slot
-            for slot in self.slots
-            if slot.place.numel
+        return any(
+            slot.place.numel
             and (
                 slot.parameter.data_ptr() != start + slot.place.offset * width
                 or slot.parameter.stride() != slot.strides
                 or slot.parameter.dtype != dtype
             )
-        ]
+            for slot in self.slots
+        )
 
-    def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
-        for slot in slots:
+    def _check_unchanged(self) -> None:
+        for slot in self.slots:
             data = slot.parameter.data
             if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
                 raise ValueError(
@@ -384,16 +373,6 @@ class ParameterBucket(GradientBucket):
                     f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
                     " before `fit`, not during it."
                 )
-
-    def _move_to_new_buffer(self, rebound: Sequence[ParameterSlot]) -> None:
-        # The holder of a view keeps the old memory, as under DDP. A file that saves such a view must still cut it out.
-        self._left_behind.add(self.flat.untyped_storage().data_ptr())
-        self.flat = self.flat.clone()
-        self._move_in([slot for slot in self.slots if slot not in rebound])
-        if self.master is None:
-            for slot in self.slots:
-                if slot.shard is not None:
-                    slot.shard.data = slot.view_into_shard(self.shard)
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
@@ -438,11 +417,12 @@ class ParameterBucket(GradientBucket):
 
     def finish_gather(self, gathered: Tensor) -> None:
         """Copies gathered values to the parameters, also to parameters with storage outside of the bucket."""
-        if gathered is not self.flat:
-            with torch.no_grad():
-                self.flat.copy_(gathered)
-        if self._has_rebound:
-            self._copy_out_rebound()
+        if gathered is self.flat and not self._has_copies:
+            return
+        with torch.no_grad():
+            self.flat.copy_(gathered)
+            for slot in self.slots if self._has_copies else ():
+                slot.parameter.data.copy_(slot.view_into(self.flat))
 
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)

@@ -358,7 +358,7 @@ class GradientReducer:
             # If the mean fits into float16, a sum over ranks may still overflow.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT, self.collectives.sends_nothing)
+        shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, self._streams.current())
 
