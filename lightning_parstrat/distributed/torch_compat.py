@@ -105,7 +105,9 @@ Used through this file: what for | what happens without it.
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded
         Keeps writes to gathered parameters before they are freed | Such writes are lost.
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event
-        Makes the next gather of a GPU wait for writes | Such writes may come one gather late.
+        Makes the next gather of a GPU wait for writes | Such writes may be lost.
+    torch.Tensor._version
+        Finds writes to shards within a step | zero3_custom does not begin.
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
@@ -347,12 +349,23 @@ def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None
             if group.is_unsharded:
                 callback()
                 if group.device.type == "cuda":
-                    # The next gather reads shards on a separate stream: not before they are written.
-                    group._reshard_after_forward_event = torch.cuda.current_stream(group.device).record_event()
+                    gather_after_writes(module)
         finally:
             type(group)._to_sharded(group)
 
     group._to_sharded = free
+
+
+def gather_after_writes(module: nn.Module) -> None:
+    """Makes the next gather of a sharded module wait for all that the current stream of its GPU was given until now."""
+    group = _fsdp_group(module)
+    if group is not None:
+        group._reshard_after_forward_event = torch.cuda.current_stream(group.device).record_event()
+
+
+def version_of(tensor: Tensor) -> int:
+    """A count of the writes in place. It misses those through ``data``."""
+    return tensor._version
 
 
 def call_before_gathers(

@@ -136,8 +136,8 @@ def results_of(file: str, said: str, code: int | None) -> list[Result]:
     found = {}
     for name, outcome, reason in _LINE.findall(began):
         if outcome:
-            shown = said.partition(f" {name.rpartition('::')[2]} _")[2][:6000] or "its file was cut short: use -k"
-            found[name] = Result(name, _OUTCOMES[outcome], reason if outcome in ("PASSED", "SKIPPED") else shown)
+            shown = reason if outcome in ("PASSED", "SKIPPED") else _errors(said, name.rpartition("::")[2])
+            found[name] = Result(name, _OUTCOMES[outcome], shown)
         else:
             ended = Result(name, TIMED_OUT) if code is None else Result(name, FAILED, f"it ended with code {code}")
             found.setdefault(name, ended)
@@ -146,6 +146,13 @@ def results_of(file: str, said: str, code: int | None) -> list[Result]:
         return [Result(file, FAILED if code is not None else TIMED_OUT, said[-6000:])]
     more = int(collected[1]) - int(collected[2] or 0) - len(found)
     return [*found.values(), *([Result(f"{file}: {more} more", NOT_RUN, "no time was left")] if more > 0 else [])]
+
+
+def _errors(said: str, test: str) -> str:
+    """The end of what pytest says of a failed test: the last lines of a rank's traceback tell the error."""
+    section = re.split(r"\n_{5,} ", said.partition(f" {test} _")[2])[0]
+    lines = [line for line in section.splitlines() if line.startswith("E ")]
+    return "\n".join(lines[-30:]) or section[:3000] or "its file was cut short: use -k"
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -34,7 +34,7 @@ class Case(NamedTuple):
         zero1, zero2, zero3, ddp_tuned: ``EQUAL``, or a part of the error that all ranks must raise, or None where the
             training is not tried.
         units: Whether all ranks call the same modules; else ``zero3_custom`` may gather only the whole at once.
-        needs: A package that machines with a device may lack; not tried there.
+        needs: A package that machines with a device may lack, or a CPU's random numbers; not tried on a device.
     """
 
     module: Callable[[zoo.OptimizerFactory], Any]
@@ -125,6 +125,7 @@ FORGETS = "torch forgets what is assigned to `data` of a shard"
 DIFFERENT = "The ranks have called different modules in a training step"
 ROUNDED = "A parameter of '{}' was written to while it was gathered in bf16"
 HELD = "through an object from before the training"
+CPU = "numbers that a CPU draws"
 NEEDS_CLOSURE = "LBFGS cannot step sharded parameters: its `step` needs a closure"
 # Without the flag for unused parameters.
 WAITS = "DDP waits for them"
@@ -332,13 +333,14 @@ CASES = {
     "shards: bf16 autocast": of_shards(for_shards.Normalised, trainer=AUTOCAST),
     "shards: bf16 autocast, gradients whole": of_shards(for_shards.Normalised, WHOLE, trainer={**AUTOCAST, **WINDOW}),
     # Convolutions' weights may stay whole, beside others that are sharded: torch unscales no mixture.
+    "shards: fused beside whole weights": of_shards(zoo.Convolutional, optimizer=fused),
     "shards: a scaler": of_shards(zoo.Convolutional, trainer={"fp16": True}, tolerance=1e-3),
     # The meta device.
     "meta: rank 0 has values": of_shards(for_shards.Pretrained),
     "meta: rank 0 has values, no units": of_shards(for_shards.Pretrained, ROOT),
-    "meta: made anew": of_shards(for_shards.MadeAnew),
-    "meta: made anew on rank 0": of_shards(for_shards.MadeOnRank0),
-    "meta: made anew, the root too": of_shards(for_shards.RootMakes),
+    "meta: made anew": of_shards(for_shards.MadeAnew, needs=CPU),
+    "meta: made anew on rank 0": of_shards(for_shards.MadeOnRank0, needs=CPU),
+    "meta: made anew, the root too": of_shards(for_shards.RootMakes, needs=CPU),
     # What shards cannot do.
     "shards: a penalty": of_shards(for_shards.Penalised, zero3="was computed from a weight of a block"),
     "shards: a penalty by hand": of_shards(for_shards.PenalisedByHand, zero3=MIXED),

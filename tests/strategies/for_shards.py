@@ -217,7 +217,7 @@ class Normalised(zoo.Zoo):
         self.head = nn.Linear(FEATURES, 1)
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        batch = batch + self.position(torch.arange(len(batch)) % 4)
+        batch = batch + self.position(torch.arange(len(batch), device=batch.device) % 4)
         for block in self.blocks:
             batch = batch + block(batch)
         return self.head(self.norm(batch)).square().mean()

@@ -285,7 +285,7 @@ def train_in(name: str, way: Way) -> tuple[Run, Any]:
 def error_of(name: str, way_name: str) -> str:
     """What a training raises on this rank."""
     try:
-        train_in(name, WAYS[way_name])
+        train_in(name, (WAYS | WAYS_ON_A_DEVICE)[way_name])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

@@ -49,12 +49,14 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
-        if mesh is None or type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        if mesh is None:
+            continue
+        if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+            if not all(isinstance(parameter, DTensor) for parameter in parameters):
+                _replace_step(optimizer, _step_apart)
             continue
         if type(optimizer) in STEPPED_WHOLE:
-            if getattr(vars(optimizer).get("step"), "__func__", None) is not _step:
-                optimizer.register_step_pre_hook(refuse_step_of_class)
-                vars(optimizer)["step"] = types.MethodType(_step, optimizer)
+            _replace_step(optimizer, _step)
             continue
         reason = _reason_against(optimizer, mesh)
         if any_rank(reason is not None, control):
@@ -63,6 +65,12 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
                 " Use one that moves each element by itself, such as torch.optim.AdamW, or strategy='zero1_custom',"
                 " which leaves each matrix whole on one rank."
             )
+
+
+def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    if getattr(vars(optimizer).get("step"), "__func__", None) is not step:
+        optimizer.register_step_pre_hook(refuse_step_of_class)
+        vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
 def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
@@ -76,12 +84,33 @@ def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
     return f"trying it on small ones failed ({error})" if error else "its `step` moved nothing when it was tried"
 
 
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _steps_apart(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+    """Steps sharded parameters, then whole ones. Kernels for many tensors, the default on GPUs, take no mixture."""
+    loss = _evaluate(closure)
+    step = types.MethodType(type(optimizer).step, optimizer)
+    with without_step_hooks(optimizer):
+        for is_sharded in (True, False):
+            groups = [group["params"] for group in optimizer.param_groups]
+            shown = [[one for one in group if isinstance(one, DTensor) is is_sharded] for group in groups]
+            with showing(optimizer, shown):
+                step(**arguments)
+    return loss
+
+
+_step_apart = stepping_by(_steps_apart)
+mark_as_wrapped(_step_apart)
+
+
 def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
     """Gathers parameters, gradients and state of their shape, and steps. Collective."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
+    loss = _evaluate(closure)
     step = types.MethodType(type(optimizer).step, optimizer)
     with without_step_hooks(optimizer):
         for group in optimizer.param_groups:

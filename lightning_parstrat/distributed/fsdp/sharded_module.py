@@ -41,6 +41,7 @@ from lightning_parstrat.distributed.torch_compat import (
     call_before_gathers,
     current_graph_task_id,
     fsdp_params_of,
+    gather_after_writes,
     gather_in,
     gathered_by_fsdp,
     has_hooks,
@@ -50,6 +51,7 @@ from lightning_parstrat.distributed.torch_compat import (
     reduce_again,
     reduce_unused_too,
     replays_captured_graphs,
+    version_of,
 )
 
 
@@ -134,6 +136,9 @@ class ShardedModule:
         self._evaluated: list[int] = []
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
+        self._gathers_apart = device.type == "cuda"
+        self._gathered_in: tuple[str, str] | None = None
+        self._versions = [0] * len(self.units)
         # An earlier training may have had another precision.
         self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
@@ -167,8 +172,10 @@ class ShardedModule:
         for number, unit in enumerate(self.units):
             # Before a gather: while this rank waits, other ranks can see its unit.
             note_forward = functools.partial(self._note_forward, number, names[unit])
-            call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number))
+            call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number, names[unit]))
         root = cast(FSDPModule, module)
+        if self._gathers_apart:
+            call_before_gathers(module, lambda: None, functools.partial(gather_after_writes, module))
         # The rest of a training step may use the root's parameters after a backward of the user's own.
         root.set_reshard_after_backward(False, recurse=False)
         # An exception may have ended an earlier training while gradients accumulated.
@@ -219,7 +226,22 @@ class ShardedModule:
         """Frees the root's parameters between forward and backward, too. Then no hook sees gathered parameters."""
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
 
+    def _gather_after_writes(self, number: int, phase: str, name: str) -> None:
+        """Makes a unit's gather wait for writes to shards within the step. FSDP2 only waits for those before it.
+
+        On a GPU, gathers run on a separate stream, beside what is computed. Waiting ends that overlap. The first
+        gather of a forward, of a backward and of a container of units waits. Others wait after a write that is seen.
+        A write through ``data`` between two units of a container is not seen.
+        """
+        version = sum(version_of(shard) for shard, _ in fsdp_params_of(self.units[number]))
+        place = (phase, name.rpartition(".")[0])
+        if place != self._gathered_in or version != self._versions[number]:
+            gather_after_writes(self.units[number])
+        self._gathered_in, self._versions[number] = place, version
+
     def _note_forward(self, number: int, name: str) -> None:
+        if self._gathers_apart:
+            self._gather_after_writes(number, "forward", name)
         self.unit_called = name
         if self._before_gradients is None:
             self._order.append(number)
@@ -228,7 +250,9 @@ class ShardedModule:
             self._before_gradients()
         self._evaluated.append(number)
 
-    def _note_backward(self, number: int) -> None:
+    def _note_backward(self, number: int, name: str) -> None:
+        if self._gathers_apart:
+            self._gather_after_writes(number, "backward", name)
         # Once for all that a call has returned: how much of the output is used may differ.
         if self._order[-1:] != [~number]:
             self._order.append(~number)
@@ -252,6 +276,8 @@ class ShardedModule:
             self.free_after_backward()
             self._run_through.clear()
         self._free()
+        if self._gathers_apart:
+            self._versions = [sum(version_of(shard) for shard, _ in fsdp_params_of(unit)) for unit in self.units]
 
     def check_writes(self) -> None:
         """Frees gathered parameters, and checks what was written to parameters until now. Not collective.
@@ -264,6 +290,7 @@ class ShardedModule:
 
     def _free(self) -> None:
         self.unit_called = ""
+        self._gathered_in = None
         for part in self._parts:
             part.reshard()
             # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.

@@ -210,10 +210,13 @@ class _HostCopy:
         self._host.copy_(self.on_device, non_blocking=True)
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record()
+        self._value: float | None = None
 
     def __float__(self) -> float:
-        self._arrived.synchronize()
-        return self._weights.checked(float(self._host))
+        if self._value is None:
+            self._arrived.synchronize()
+            self._value = self._weights.checked(float(self._host))
+        return self._value
 
 
 _NOT_FINITE = (
