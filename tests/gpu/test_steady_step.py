@@ -61,7 +61,7 @@ def test_the_host_waits_no_more_than_a_plain_trainers(
     pool = request.getfixturevalue("ranks" if world_size == 1 else "two")
     for expected, found, launched in pool.run(world_size, count, name, strategy, weight, str(tmp_path)):
         if world_size > 1:
-            # Gloo's: it copies what FSDP2 gathers to memory that it allocates. NCCL allows no two ranks on a GPU.
+            # torch's: a kernel that copies many tensors, as FSDP2 does for a gather, reads their addresses from there.
             del found["cudaHostAlloc"]
         check_waits(pool.device, expected + FOR_WEIGHTS.get(weight or "", Counter()), found, launched)
 

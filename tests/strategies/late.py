@@ -244,7 +244,8 @@ class LateTransfers:
             pause()
             return
         arrived = output.clone()
-        output.fill_(float("nan"))
+        # FSDP2 gathers several dtypes as bytes: with all bits set, a number in bf16 or fp32 is NaN.
+        output.fill_(255 if output.dtype == torch.uint8 else float("nan"))
         torch.cuda._sleep(int((0.0005 + DRAW.choice(PAUSES)) * CYCLES_PER_SECOND))
         output.copy_(arrived)
 

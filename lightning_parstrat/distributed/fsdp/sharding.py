@@ -81,7 +81,15 @@ def shard(
                 take_over_attributes(old, parameter)
                 _refuse_uses(old)
     let_be_copied([*units, module], vars(module).keys() - own)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
+            vars(part)["flatten_parameters"] = _leave_where_they_are
     _SHARDED.add(module)
+
+
+def _leave_where_they_are() -> None:
+    """In the place of ``flatten_parameters``, which saves cuDNN a copy of a recurrent layer's weights per call."""
 
 
 class HeldParameter(nn.Parameter):
