@@ -137,6 +137,22 @@ def overhead() -> Iterator[Row]:
         yield label, ratio, each, f"{found['processor_time']['zero1_custom']['ratio']:.2f}", link(name, name)
 
 
+def one_gpu() -> Iterator[Row]:
+    """A GPU that trains alone, and one that plays a rank of 64."""
+    yield "", "Step alone", "Ratio", "Peak memory", "Step as a rank of 64", "Ratio to `ddp`", "Peak memory"
+    rows = result("gpu")["rows"]
+    alone, played = (rows[f"{key}-124m-bf16-mixed"]["contenders"] for key in ("world1", "fake64"))
+    for name in ("single_device", "ddp", "ddp_tuned", "zero1_custom", "zero3_custom", "fsdp2"):
+        cells = [f"{1e3 * alone[name]['step_seconds']['median']:.1f} ms", f"{alone[name]['step_ratio']['median']:.2f}"]
+        cells.append(f"{alone[name]['peak_allocated'] / 1e9:.1f} GB")
+        if name in played:
+            times = {key: 1e3 * value for key, value in played[name]["step_seconds"].items()}
+            ratio = times["median"] / (1e3 * played["ddp"]["step_seconds"]["median"])
+            cells += [interval(times, digits=1, unit=" ms"), f"{ratio:.2f}"]
+            cells.append(f"{played[name]['peak_allocated'] / 1e9:.1f} GB")
+        yield f"`{name}`", *cells, *["-"] * (6 - len(cells))
+
+
 def full_sharding() -> Iterator[Row]:
     """``zero3_custom`` beside FSDP2 by hand."""
     found = result("full_sharding")
@@ -250,6 +266,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
         "order of layers": order,
         "overhead": overhead,
         "full sharding": full_sharding,
+        "one GPU": one_gpu,
         "checkpoints": checkpoints,
         "fewer bytes": partial(convergence, "convergence_wire", "Sent", 4, WIRE),
         "16 bits": partial(convergence, "convergence_bf16", "", 3, BF16),

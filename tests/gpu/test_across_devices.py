@@ -92,7 +92,7 @@ def go_on(source: RankPool, start: End, target: RankPool, end: End, folder: Path
 def check(found: Way, *ends: End) -> None:
     # A weight of 1 to 2 is rounded to a multiple of 0.008; after one step two trainings may differ by as much.
     rounded = any("gather_dtype" in end.policy for end in ends)
-    assert found.difference <= (1e-2 if rounded else 1e-4) and found.way > 0.05, found
+    assert found.difference <= (1.5e-2 if rounded else 1e-4) and found.way > 0.05, found
 
 
 @pytest.mark.parametrize("route", slow_unless(lambda route: route == "to CPU", ROUTES))
