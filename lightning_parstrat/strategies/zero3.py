@@ -21,7 +21,7 @@ from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.module_states import check_same_module
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module
 from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
@@ -156,7 +156,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Shards the module in place. There is no wrapper around it. Collective."""
         module = self._training_module
         self._close()
-        if not is_sharded_module(module):
+        if is_sharded_module(module):
+            # As `ddp` does at every set-up. Sharding broadcasts those of a new module.
+            broadcast_buffers(module, self._ranks.groups.gradients)
+        else:
             check_same_module(module, self._ranks.groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
         self._buffers.begin()

@@ -161,6 +161,26 @@ def evaluate_all(strategy: str, rows: list[Row]) -> list[Any]:
     return [evaluate(strategy, row) for row in rows]
 
 
+def evaluate_in_turn(strategy: str) -> dict[str, Any]:
+    """What a rank holds and predicts after each call. The last step of the fit leaves ranks with other statistics."""
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.arange(14.0).view(-1, 1) * 7 + 100 * dist.get_rank())
+    loader, module = DataLoader(samples, batch_size=2), Evaluated()
+    trainer = make_trainer(STRATEGIES[strategy](), use_distributed_sampler=False, val_check_interval=2)
+    found: dict[str, Any] = {}
+    for call, loaders in (("validate", 1), ("fit", 2), ("test", 1), ("predict", 1)):
+        returned = getattr(trainer, call)(module, *[loader] * loaders)
+        found[call] = (returned, [one.clone() for one in (module.norm.running_mean, module.norm.running_var)])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero1_custom", "ddp_tuned", "zero3_custom"])
+def test_buffers_after_each_call_of_a_program_are_those_of_ddp(pool: RankPool, strategy: str) -> None:
+    expected = pool.run(2, evaluate_in_turn, "ddp", timeout=TIMEOUT)
+    for ours, theirs in zip(pool.run(2, evaluate_in_turn, strategy, timeout=TIMEOUT), expected, strict=True):
+        assert_same(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 UNEVEN = {
     "fit, streams": Row("fit", ((1, 4), (3, 2)), "ss"),
     "validate, streams of three ranks": Row("validate", ((1, 4, 1), (2, 3, 4)), "ss"),
