@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.layout import (
     LayoutPolicy,
     ParameterSpec,
@@ -83,7 +84,8 @@ class BucketPlanner:
             ),
         )
         # Before anything is moved.
-        check_agreement(self._control, fingerprint(specs, layouts))
+        stepped_by = [owners[parameter] for parameter in ordered]
+        check_agreement(self._control, digest((fingerprint(specs, layouts), stepped_by)))
         for index, layout in enumerate(layouts, first):
             make = ParameterBucket if owners[ordered[layout.slots[0].parameter]] else GradientBucket
             yield make(index, layout, ordered, self._place, self._policy)
