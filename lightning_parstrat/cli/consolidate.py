@@ -69,7 +69,7 @@ def _with_all_states(checkpoint: ShardedCheckpoint) -> Any:
     key = checkpoint_io.CHECKPOINT_KEY
     own = checkpoint.skeleton.get(key, {})
     read = {rank: checkpoint.own_of(rank) for rank in range(states_in_files.ranks_of(own))}
-    return {**checkpoint.skeleton, key: states_in_files.with_states_of_all(own, read, None)}
+    return {**checkpoint.skeleton, key: states_in_files.with_states_of_all(own, read)}
 
 
 def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:

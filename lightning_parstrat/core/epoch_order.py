@@ -1,10 +1,7 @@
 """The rest of an epoch that some ranks have begun, and how others share it."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
-
-_NOTHING = object()
 
 
 def left_of_turns(parts: Sequence[Sequence[Any]], taken: Sequence[int], whole: int | None = None) -> list[Any]:
@@ -15,12 +12,12 @@ def left_of_turns(parts: Sequence[Sequence[Any]], taken: Sequence[int], whole: i
         taken: How many of these items each rank has taken.
         whole: How many items there are together, without padding. If that is unknown, None.
     """
-    rounds = enumerate(zip_longest(*parts, fillvalue=_NOTHING))
+    ranks, turns = len(parts), max(map(len, parts))
     return [
-        item
-        for turn, items in rounds
-        for rank, item in enumerate(items)
-        if turn >= taken[rank] and item is not _NOTHING and (whole is None or turn * len(parts) + rank < whole)
+        parts[rank][turn]
+        for turn in range(turns)
+        for rank in range(ranks)
+        if taken[rank] <= turn < len(parts[rank]) and (whole is None or turn * ranks + rank < whole)
     ]
 
 

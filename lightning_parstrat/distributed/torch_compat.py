@@ -436,15 +436,12 @@ def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
 # Data loaders.
 
 
-def index_iterator(batches: Any) -> Any:
-    """The source of indices of a data loader's iterator. If the iterator is not torch's, None."""
-    return batches._sampler_iter if isinstance(batches, _BaseDataLoaderIter) else None
+def present_pass(batches: Any) -> tuple[Any, int]:
+    """The source of indices of a data loader's iterator, and how many batches it has returned in its present pass.
 
-
-def batches_handed_out(batches: Any) -> int:
-    """How many batches a data loader's iterator has returned in its present pass."""
-    number: int = batches._num_yielded
-    return number
+    None if the iterator is not torch's.
+    """
+    return (batches._sampler_iter, batches._num_yielded) if isinstance(batches, _BaseDataLoaderIter) else (None, 0)
 
 
 # Many tensors at once. A loop over public functions would launch a kernel for each tensor.

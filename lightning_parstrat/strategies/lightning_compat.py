@@ -320,7 +320,8 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
 
 def give_back_loop(loop: Any) -> None:
     """Gives a loop its own methods again."""
-    for name in ("_store_dataloader_outputs", "on_run_end", "_on_before_fetch"):
+    of_evaluation = ("_store_dataloader_outputs", "on_run_end", "increment_progress_to_evaluation_end")
+    for name in (*of_evaluation, "_on_before_fetch"):
         vars(loop).pop(name, None)
 
 

@@ -212,8 +212,8 @@ distributed/durable_files.py: what a crash between two renames left is lost
 distributed/test_durable_files.py
 
 strategies/checkpoint/resume.py: all ranks go on with the random numbers of one
-- of_ranks[rank]["rng"]
-+ of_ranks[0]["rng"]
+- return ranks[self._strategy.global_rank] if
++ return ranks[0] if
 strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[any hook]
 
 strategies/ddp.py: a new reducer forgets the communication hook
@@ -231,9 +231,9 @@ strategies/data/even.py: an epoch of ranks with different numbers of batches is 
 + return _Even(dataloader, control, least - 1)
 strategies/test_dataloaders.py::test_all_ranks_train_on_the_smallest_number_of_batches
 
-strategies/data/positions.py: a loader goes on with what its workers have prefetched
-- else batches_handed_out(batches), has_ended
-+ else batches_handed_out(batches) + 1, has_ended
+strategies/data/places.py: a loader goes on with what its workers have prefetched
+- batches = batches if given
++ batches = batches + 1 if given
 strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[next sample]
 
 strategies/data/samplers.py: the rest of an epoch is drawn from other random numbers
@@ -242,13 +242,13 @@ strategies/data/samplers.py: the rest of an epoch is drawn from other random num
 strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[next sample]
 
 strategies/data/samplers.py: an epoch goes on with other samples than those that were drawn
-- if not is_same:
-+ if False:
+- return compared.hexdigest() == str(position["digest"])
++ return True
 strategies/data/test_positions.py::test_an_order_that_cannot_be_drawn_again_begins_anew_on_all_ranks
 
 strategies/data/samplers.py: among other ranks the epoch begins with what was trained on
-- return left_of_turns(parts, [position["taken"] for position in positions], whole)
-+ return left_of_turns(parts, [0] * of, whole)
+- left = left_of_turns(parts, taken, whole)
++ left = left_of_turns(parts, [0] * len(parts), whole)
 strategies/data/test_positions.py::test_among_other_ranks_every_sample_that_is_left_comes_once
 
 strategies/checkpoint/preemption.py: a preempted training loses the window it is in

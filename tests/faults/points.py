@@ -16,7 +16,6 @@ from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine import state
 from lightning_parstrat.strategies.checkpoint import resume
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
-from lightning_parstrat.strategies.data.positions import LoaderPositions
 
 
 class KillsAt:
@@ -108,7 +107,7 @@ LOADING: dict[str, Callable[[KillsAt], None]] = {
     "reading": lambda kills: _before(ShardedCheckpoint, "own_of", kills),
     "loading optimizers": lambda kills: _before(Checkpoints, "load_optimizers", kills),
     "loaded optimizers": lambda kills: _after(Checkpoints, "load_optimizers", kills),
-    "placing loaders": lambda kills: _before(LoaderPositions, "begin_training", kills),
+    "placing loaders": lambda kills: _before(resume.Resume, "_begin_training", kills),
 }
 """Points of a resume, likewise."""
 

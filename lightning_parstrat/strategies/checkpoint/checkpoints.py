@@ -302,9 +302,7 @@ class Checkpoints(Part):
         """This package's entries with the states from ranks' files. Collective: all ranks succeed, or all raise."""
         joined, loaded = self._ranks.have_joined, self._loaded_shards
         files = restored_files(own, self._ranks.rank if joined else 0, self._ranks.world_size if joined else 1)
-        read = self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what)
-        # Outside of the action above, because it is collective itself.
-        return with_states_of_all(own, read, self._ranks.control if joined else None)
+        return with_states_of_all(own, self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what))
 
     def _all_or_none(self, action: Callable[[], Any], what: str) -> Any:
         """The result of an action, if it succeeds on all ranks. Collective."""

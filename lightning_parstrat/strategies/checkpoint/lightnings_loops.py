@@ -1,12 +1,22 @@
 """How Lightning's loops count, in a checkpoint and in a training that resumes from it."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
-from lightning_parstrat.strategies.lightning_compat import count_one_step_less, epoch_is_over, validate_first
+from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
+from lightning_parstrat.strategies.data.samplers import batches_before
+from lightning_parstrat.strategies.lightning_compat import (
+    count_one_step_less,
+    epoch_is_over,
+    iterators_in_training,
+    mode_of_loaders,
+    validate_first,
+)
 
 
 def set_back(
@@ -68,18 +78,13 @@ def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
     Args:
         trainer: The Trainer, whose loops have been restored.
         is_due: Whether a validation comes next. None if the checkpoint does not have it, and Lightning decides.
-            :func:`decide_on_validation_again` undoes it.
+            `give_back_loop` undoes it.
     """
     if is_due:
         validate_first(trainer)
     elif is_due is not None:
         # On the instance, not on the class, so that other Trainers of this process are unchanged.
         trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None
-
-
-def decide_on_validation_again(trainer: Trainer) -> None:
-    """Undoes :func:`validate_or_pass_over`."""
-    vars(trainer.fit_loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
 
 
 def complete_last_batch(checkpoint: dict[str, Any]) -> None:
@@ -92,3 +97,47 @@ def complete_last_batch(checkpoint: dict[str, Any]) -> None:
 def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a training can resume from a checkpoint. Other uses need weights alone."""
     return "optimizer_states" in checkpoint and "loops" in checkpoint
+
+
+def next_epoch(trainer: Trainer) -> int:
+    """The number of the epoch that is resumed, or comes next."""
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    # Saved after an epoch's last batch, a checkpoint does not count the epoch yet.
+    return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
+
+
+def begin_epoch_without_length(trainer: Trainer) -> None:
+    """Makes Lightning count from 0 after a resume at the end of an epoch of unknown length.
+
+    If it knows the length, it does so itself. Otherwise, accumulation windows would continue those of the epoch before.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    if loop.restarted_on_train_batch_end and progress.is_last_batch and trainer.num_training_batches == math.inf:
+        # Lightning counts the batch before the save once more, and begins with that count.
+        progress.current.completed = -1
+
+
+def count_from_places(trainer: Trainer) -> None:
+    """Makes Lightning count batches from the loaders' places. With other ranks, an epoch has other batches."""
+    loaders = iterators_in_training(trainer)
+    sized = [(length, iterator) for loader, iterator in loaders if (length := sized_len(loader)) is not None]
+    if sized:
+        decides = min if mode_of_loaders(trainer) == "min_size" else max
+        _, iterator = decides(sized, key=lambda pair: pair[0])
+        # Beside a loader without a length, an epoch may have no known end.
+        batch = int(min(batches_before(iterator), trainer.num_training_batches - 1))
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        difference = batch - progress.processed
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(progress, counter, getattr(progress, counter) + difference)
+
+
+def draw_from_all_loaders(trainer: Trainer) -> None:
+    """Draws a batch from every loader and drops it, so that loaders apply the checkpoint's state now, not later."""
+    random = rng_state()
+    for _, iterator in iterators_in_training(trainer):
+        if iterator is not None:
+            next(iterator, None)
+    # The drops must not change the random numbers of the training.
+    set_rng_state(random)

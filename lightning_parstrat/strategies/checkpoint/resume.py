@@ -6,30 +6,49 @@ moment before.
 """
 
 import copy
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
+    begin_epoch_without_length,
     complete_last_batch,
-    decide_on_validation_again,
+    count_from_places,
+    draw_from_all_loaders,
+    next_epoch,
     set_back,
     validate_or_pass_over,
 )
 from lightning_parstrat.strategies.checkpoint.states_in_files import RESUME
-from lightning_parstrat.strategies.data.positions import LoaderPositions, Place, SavedPlaces, as_saved, states_in
+from lightning_parstrat.strategies.data.places import (
+    Moment,
+    Place,
+    as_saved,
+    is_stateful,
+    knows_its_place,
+    moments,
+    places_at,
+    positioned_sampler,
+    set_epoch,
+    states_in,
+)
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
+from lightning_parstrat.strategies.data.samplers import PositionedSampler
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
+    batches_fetched,
     before_fetches,
+    count_as_ended,
     ends_epoch_first,
     epoch_is_over,
     give_back_loop,
@@ -39,8 +58,10 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 from lightning_parstrat.strategies.parts import Part
 
-_NOTHING = {"ranks": (), "within_epoch": False, "validation_is_due": None}
+_NOTHING: Mapping[str, Any] = {"ranks": (), "within_epoch": False, "validation_is_due": None}
 """The entry of a checkpoint that another strategy has saved: Lightning decides whether a validation is due."""
+
+_LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class _Point(NamedTuple):
@@ -69,18 +90,31 @@ class Resume(Part):
         ranks: The strategy's ranks.
     """
 
+    _of_one_training = frozenset({"_point"})
+
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
         super().__init__(strategy)
-        self._ranks, self._positions = ranks, LoaderPositions()
-        self._loaded: Mapping[str, Any] = {}
-        self._loaded_is_due: bool | None = None
+        self._ranks = ranks
+        # The checkpoint's entry, and the states that Lightning gives to loaders with states of their own.
+        self._saved, self._given = _NOTHING, list[Any]()
+        # The loaders that know their places, and how many have been followed in all.
+        self._loaders, self._followed = list[weakref.ref[Any]](), 0
+        self._has_resumed = self._trains = self._warned = False
+        self._has_iterators = self._epoch_has_ended = False
         # Whether a validation comes first when training begins. Afterwards Lightning knows it.
         self._is_due: bool | None = None
-        self._has_resumed = self._trains = False
-        self._has_iterators = self._epoch_has_ended = False
+        self._trained_before: int | None = None
+        self._hides_warning: Any = None
+        # By the number of the epoch's batches that were fetched before.
+        self._noted: dict[int, list[Moment]] = {}
         self._point: _Point | None = None
         self.keeps_next_fetch = False
         """Whether a checkpoint that is saved after the next fetch is set back to the moment before that fetch."""
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out iterators, which are not copied."""
+        return {**super().__getstate__(), "_loaders": [], "_noted": {}}
 
     # The training that was saved.
 
@@ -90,73 +124,145 @@ class Resume(Part):
         self._has_resumed, self._point = False, None
 
     def load(self, checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
-        """Takes over the place of a checkpoint's training.
+        """Takes over the place of a checkpoint's training, before its loaders are made.
 
         Args:
             checkpoint: The checkpoint, as Lightning has it.
             entries: This package's entries in it.
         """
-        rank, ranks = self._strategy.global_rank, self._strategy.world_size
         trainer = trainer_of(self._strategy.lightning_module)
-        saved: Mapping[str, Any] = entries.get(RESUME, _NOTHING)
-        self._loaded_is_due = saved["validation_is_due"] and trainer is not None and trainer.enable_validation
-        if self._loaded_is_due:
+        saved = entries.get(RESUME, _NOTHING)
+        is_due = saved["validation_is_due"] and trainer is not None and trainer.enable_validation
+        if is_due:
             complete_last_batch(checkpoint)
-        of_ranks, as_many = saved["ranks"], len(saved["ranks"]) == ranks
-        self._loaded = {"rng": of_ranks[rank]["rng"], "within_epoch": saved["within_epoch"]} if as_many else {}
-        if of_ranks and not as_many:
+        self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
+        own, ranks = self._own, len(saved["ranks"])
+        if ranks and own is None:
             rank_zero_info(
-                f"The checkpoint has the random number generators of {counted(len(of_ranks), 'rank')}, and this"
-                f" training has {counted(ranks, 'rank')}: random numbers are not restored."
+                f"The checkpoint has the random number generators of {counted(ranks, 'rank')}, and this training has"
+                f" {counted(self._strategy.world_size, 'rank')}: random numbers are not restored."
             )
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        own = states_in(of_ranks[rank]["loaders"]) if as_many else []
-        if own and "combined_loader" in states:
+        of_loaders = states_in(own["loaders"]) if own is not None else []
+        if of_loaders and "combined_loader" in states:
             # Lightning has saved those of rank 0.
-            states["combined_loader"] = own
+            states["combined_loader"] = of_loaders
         # A copy: Lightning hands the original to the loaders when it restores the loops.
-        given = copy.deepcopy(states.get("combined_loader") or [])
-        places = [state and state["loaders"] for state in of_ranks]
-        self._positions.load(SavedPlaces(places, saved["within_epoch"], given))
+        self._given = copy.deepcopy(states.get("combined_loader") or [])
+
+    @property
+    def _own(self) -> Mapping[str, Any] | None:
+        """What this rank has saved. None if another number of ranks has saved the checkpoint."""
+        ranks: Sequence[Mapping[str, Any] | None] = self._saved["ranks"]
+        return ranks[self._strategy.global_rank] if len(ranks) == self._strategy.world_size else None
 
     def before_loaders(self) -> None:
         """Sets the random numbers before Lightning makes the training's loaders: they draw an epoch's order from them.
 
         Draws in between would change it.
         """
-        if self._loaded:
-            set_rng_state(self._loaded["rng"])
+        if self._own is not None:
+            set_rng_state(self._own["rng"])
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes the training's loaders know their places, and resume at those of a checkpoint."""
+        """Makes a training's loader know its place, and resume at the checkpoint's.
+
+        Collective if the checkpoint was saved within an epoch. Loaders other than torch's with a map-style dataset are
+        not changed.
+        """
         if self._trainer.training:
-            self._positions.follow(dataloader, self._trainer, lambda fails: any_rank(fails, self._ranks.control))
+            self._follow(dataloader)
         return dataloader
+
+    def _follow(self, dataloader: Any) -> None:
+        own, within_epoch, epoch = self._own, self._saved["within_epoch"], next_epoch(self._trainer)
+        number, self._followed = self._followed, self._followed + 1
+        # Of as many ranks, the others' states may be missing.
+        states = [state for state in (self._saved["ranks"] if own is None else [own]) if state is not None]
+        places = [state["loaders"][number] for state in states if number < len(state["loaders"])]
+        if epoch:
+            set_epoch(dataloader, epoch)
+        sampler = PositionedSampler(dataloader) if knows_its_place(dataloader) else None
+        fails = False
+        if sampler is not None:
+            self._loaders.append(weakref.ref(dataloader))
+            lives_on = dataloader.persistent_workers and places and epoch and not within_epoch
+            sampler.workers_live_on, sampler.undoes_seed = bool(lives_on), bool(lives_on or within_epoch)
+            fails = not self._sets(sampler, places)
+        if within_epoch and any_rank(fails, self._ranks.control):
+            if sampler is not None:
+                sampler.resumed, sampler.counts_anew = None, False
+            rank_zero_warn(
+                "The checkpoint was saved within an epoch, and a data loader cannot continue there on all ranks: the"
+                " checkpoint does not have its place, or ranks of another number do not share its samples, or the"
+                " indices that its sampler draws again are others than those that were trained on. It begins the"
+                " epoch's samples again."
+            )
+        elif within_epoch and is_stateful(dataloader) and places and own is None:
+            rank_zero_warn(
+                f"The checkpoint was saved within an epoch of {counted(len(self._saved['ranks']), 'rank')}, and there"
+                f" are {self._ranks.world_size} now. A data loader with its own state gets that of rank 0 on all ranks,"
+                " as under `ddp`. Samples may be repeated or left out in this epoch."
+            )
+
+    def _sets(self, sampler: PositionedSampler, places: Sequence[Place | None]) -> bool:
+        """Sets a loader to the place that each rank has saved. Returns whether that was possible."""
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            return False
+        positions = [place.get("position") for place in known]
+        if self._own is not None and known:
+            sampler.set_generators(known[0].get("generators", ()))
+        if not (self._saved["within_epoch"] and any(positions)):
+            return True
+        if self._own is not None:
+            return sampler.resume(positions[0])
+        return sampler.resume(sampler.dealt(positions, self._ranks.rank, self._ranks.world_size))
 
     def begin(self) -> None:
         """Resumes at the checkpoint's place: when training starts, or earlier, before a save by a callback."""
         trainer = trainer_of(self._strategy.lightning_module)
         if self._trains or trainer is None or not trainer.training or not iterators_in_training(trainer):
             return
-        # In each call: the uninterrupted training has not drawn what callbacks draw meanwhile.
-        if self._loaded and (self._loaded["within_epoch"] or ends_epoch_first(trainer)):
-            # Loaders had drawn before the save, or will draw again for this epoch.
-            set_rng_state(self._loaded["rng"])
+        ends_first, own = ends_epoch_first(trainer), self._own
         if not self._has_resumed:
             self._has_resumed = True
-            self._positions.begin_training(trainer)
-            self._has_iterators, self._point = not ends_epoch_first(trainer), None
-            is_due = self._loaded_is_due if trainer.fit_loop.epoch_loop.restarting else None
-            validate_or_pass_over(trainer, is_due)
-            self._is_due = bool(is_due)
-            before_fetches(trainer, self._before_fetch)
+            self._begin_training(trainer, ends_first)
+        # In each call: the uninterrupted training has not drawn what callbacks draw meanwhile.
+        if own is not None and (self._saved["within_epoch"] or ends_first):
+            # Loaders had drawn before the save, or will draw again for this epoch.
+            set_rng_state(own["rng"])
+
+    def _begin_training(self, trainer: Trainer, ends_first: bool) -> None:
+        own, within_epoch = self._own, self._saved["within_epoch"]
+        self._noted, self._warned, self._point = {}, False, None
+        self._has_iterators = not ends_first
+        self._trained_before = _trained_in_all(trainer) if within_epoch else None
+        found = [positioned_sampler(loader) for loader, _ in iterators_in_training(trainer)]
+        samplers = [sampler for sampler in found if sampler is not None]
+        if ends_first:
+            # Lightning replaces the iterators before the first batch.
+            for sampler in samplers:
+                sampler.undo_seed()
+        begin_epoch_without_length(trainer)
+        if any(sampler.counts_anew for sampler in samplers):
+            count_from_places(trainer)
+        elif own is not None and within_epoch:
+            count_as_ended(trainer, [bool(place and place["begun_again"]) for place in own["loaders"]])
+        if within_epoch and None not in places_at(self._moments(trainer), within_epoch=True):
+            warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
+            self._hides_warning = warnings.filters[0]
+        is_due = self._saved["validation_is_due"] if trainer.fit_loop.epoch_loop.restarting else None
+        validate_or_pass_over(trainer, is_due)
+        self._is_due = bool(is_due)
+        before_fetches(trainer, self._before_fetch)
 
     @override
     def on_train_start(self) -> None:
         """Restores the checkpoint's random numbers if training resumes within an epoch."""
         self.begin()
-        self._loaded, self._trains = {}, True
+        self._saved, self._trains = _NOTHING, True
 
     # The course of a training.
 
@@ -167,14 +273,19 @@ class Resume(Part):
         loop = trainer.fit_loop
         self._has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
         self._is_due, self._point = None, None
-        self._positions.begin_epoch()
+        self._noted, self._given = {}, []
 
     def _before_fetch(self, trainer: Trainer) -> None:
         self._has_iterators, self._epoch_has_ended, self._is_due = True, False, None
-        self._positions.note(trainer)
-        if self._point is None or self._point.trained == _trained(trainer):
+        trained, fetched = _trained(trainer), batches_fetched(trainer)
+        is_first = not self._noted and fetched == trained
+        self._noted[fetched] = moments(trainer, self._given if is_first else None)
+        for number in [number for number in self._noted if number < trained]:
+            del self._noted[number]
+        if self._point is None or self._point.trained == trained:
             # Random numbers are kept only where they are needed: if loaders may draw some, and for a window.
-            keeps = self._positions.have_own_states or self.keeps_next_fetch or trainer.accumulate_grad_batches > 1
+            draws = any(is_stateful(moment.loader) for moment in self._noted[fetched])
+            keeps = draws or self.keeps_next_fetch or trainer.accumulate_grad_batches > 1
             self._point = self._now() if keeps else None
 
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
@@ -184,8 +295,11 @@ class Resume(Part):
             self._point = None
 
     def end_epoch(self) -> None:
-        """Call when an epoch ends, before other callbacks save."""
-        self._positions.end_epoch(self._trainer)
+        """Call when an epoch ends, before other callbacks save and before the next epoch gets its number."""
+        if _trained_in_all(self._trainer) == self._trained_before:
+            # The epoch was resumed at the end of one loader, and no batch was drawn from the others.
+            draw_from_all_loaders(self._trainer)
+        self._trained_before = None
         self._epoch_has_ended, self._has_iterators, self._is_due = True, False, None
 
     @override
@@ -203,22 +317,37 @@ class Resume(Part):
 
     @override
     def teardown(self) -> None:
-        """Restores the loaders."""
+        """Restores the loaders, and forgets the checkpoint, because the next run is not its training."""
         self._trains = False
         # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None:
             give_back_loop(trainer.fit_loop.epoch_loop)
-            decide_on_validation_again(trainer)
-        self._loaded = {}
-        self._positions.release()
+            give_back_loop(trainer.fit_loop.epoch_loop.val_loop)
+        self._saved, self._given, self._followed = _NOTHING, [], 0
+        filters: Any = warnings.filters
+        if self._hides_warning in filters:
+            filters.remove(self._hides_warning)
+        for dataloader in [reference() for reference in self._loaders]:
+            sampler = positioned_sampler(dataloader)
+            if sampler is not None:
+                sampler.remove(dataloader)
+        self._loaders.clear()
 
     # Saves.
+
+    def _moments(self, trainer: Trainer) -> list[Moment]:
+        """The loaders after the trained batches, whatever was fetched since."""
+        trained = _trained(trainer)
+        if trained in self._noted:
+            return self._noted[trained]
+        is_before_first = not self._noted or trained < next(iter(self._noted))
+        return moments(trainer, self._given if is_before_first else None)
 
     def _now(self) -> _Point:
         trainer = self._trainer
         is_due = validation_is_due(trainer) if self._is_due is None else self._is_due
-        places = list(self._positions.places(trainer, self._has_iterators))
+        places = places_at(self._moments(trainer), self._has_iterators)
         return _Point(rng_state(), places, self._has_iterators, _trained(trainer), is_due and not trainer.validating)
 
     def _point_of_save(self) -> _Point:
@@ -228,8 +357,8 @@ class Resume(Part):
     def set_back(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint set back to a point at which training can resume."""
         point, trainer = self._point_of_save(), self._trainer
-        states = states_in(as_saved(point.places))
-        loops = set_back(checkpoint["loops"], trainer, states, _trained(trainer) - point.trained, self._epoch_has_ended)
+        states, batches = states_in(as_saved(point.places)), _trained(trainer) - point.trained
+        loops = set_back(checkpoint["loops"], trainer, states, batches, self._epoch_has_ended)
         return {**checkpoint, "loops": loops}
 
     def gather(self, control: Collectives | None, can_resume: bool) -> dict[str, Any]:
@@ -243,7 +372,7 @@ class Resume(Part):
         """
         point = self._point_of_save()
         if can_resume and point.within_epoch:
-            self._positions.warn_of_lost(self._trainer, point.places)
+            self._warn_of_lost(point.places)
         own = {"rng": point.rng, "loaders": as_saved(point.places) if can_resume else []}
         of_ranks = [own] if control is None else gather_object(own, control.group)
         return {
@@ -260,6 +389,25 @@ class Resume(Part):
         absent = {**own, "loaders": [None] * len(own["loaders"])}
         return {**entry, "ranks": [own, *[absent] * (self._strategy.world_size - 1)]}
 
+    def _warn_of_lost(self, places: Sequence[Place | None]) -> None:
+        """Warns, once in a training, that a checkpoint within an epoch does not know the place of a loader."""
+        loaders = [loader for loader, _ in iterators_in_training(self._trainer)]
+        lost = [loader for loader, place in zip(loaders, places, strict=False) if place is None]
+        if lost and not self._warned:
+            self._warned = True
+            name, dataset = lost[0].__class__.__name__, getattr(lost[0], "dataset", None)
+            over = "" if dataset is None else f" over {type(dataset).__name__}"
+            rank_zero_warn(
+                f"A checkpoint is saved within an epoch without the place of a data loader ({name}{over}). A training"
+                " that resumes there begins its samples again: some are repeated, some left out. Take torchdata's"
+                " `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it is used in two places, give"
+                " each a separate loader."
+            )
+
 
 def _trained(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.processed
+
+
+def _trained_in_all(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed

@@ -1,11 +1,7 @@
 """Each rank's states for a resume are in its own file of a sharded checkpoint. The rest has the number of ranks."""
 
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
-from lightning_parstrat.distributed.comm.collectives import Collectives
 
 RESUME = "resume"
 """The key of the ranks' states for a resume, among this package's entries of a checkpoint.
@@ -26,27 +22,22 @@ def ranks_of(own: Mapping[str, Any]) -> int:
 
 
 def restored_files(own: Mapping[str, Any], rank: int, size: int) -> Sequence[int]:
-    """The ranks whose files one of several ranks reads. The ranks divide them.
+    """The ranks whose files one of several ranks reads.
 
     After the end of an epoch, another number of ranks restores nothing from them, and reads none.
     """
     ranks = range(ranks_of(own))
-    return ranks[rank::size] if len(ranks) == size or (ranks and own[RESUME]["within_epoch"]) else ()
+    if len(ranks) == size:
+        return [rank]
+    return ranks if ranks and own[RESUME]["within_epoch"] else ()
 
 
-def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any], control: Collectives | None) -> dict[str, Any]:
-    """This package's entries as in a full checkpoint. States that no rank needs are None.
-
-    Collective if there are several ranks, and another number of ranks has saved.
+def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any]) -> dict[str, Any]:
+    """This package's entries as in a full checkpoint. States that were not read are None.
 
     Args:
         own: This package's entries of a sharded checkpoint.
         read: The states that this process has read from files of ranks, by the rank.
-        control: The group of the ranks that load it. None for one process alone.
     """
-    ranks = ranks_of(own)
-    if not ranks:
-        return dict(own)
-    if control is not None and ranks != control.world_size:
-        read = dict(ChainMap(*all_gather_object(dict(read), control.group)))
-    return {**own, RESUME: {**own[RESUME], "ranks": [read.get(rank) for rank in range(ranks)]}}
+    ranks = range(ranks_of(own))
+    return {**own, RESUME: {**own[RESUME], "ranks": [read.get(rank) for rank in ranks]}} if ranks else dict(own)

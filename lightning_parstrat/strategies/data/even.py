@@ -66,21 +66,21 @@ def users_own(dataloader: Any) -> Any:
     return dataloader.stands_for if type(dataloader) is _Even else dataloader
 
 
-class _SomeBatches(Iterator[Any]):
-    """Yields some batches of a loader's iterator, and gives access to that iterator."""
+class _SomeBatches(StandIn):
+    """Stands for a loader's iterator, and yields some of its batches."""
 
-    def __init__(self, all_batches: Iterator[Any], batches: Iterator[Any]) -> None:
-        self.all_batches = all_batches
+    __slots__ = ("_batches",)
+
+    def __init__(self, iterator: Iterator[Any], batches: Iterator[Any]) -> None:
+        super().__init__(iterator)
         self._batches = batches
 
     @override
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
     def __next__(self) -> Any:
         return next(self._batches)
-
-
-def loaders_iterator(iterator: Any) -> Any:
-    """The iterator of the user's loader, for an iterator that may be of a stand-in."""
-    return iterator.all_batches if isinstance(iterator, _SomeBatches) else iterator
 
 
 class _Even(StandIn):

@@ -1,8 +1,7 @@
 """The states of this process's random number generators."""
 
 import random
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,16 +31,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, _as_array(keys), *others))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def rng_preserved() -> Generator[None, None, None]:
-    """Within it, random draws are temporary: afterwards the generators draw the same numbers again."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
 
 
 def _as_tensor(numbers: Any) -> Tensor:

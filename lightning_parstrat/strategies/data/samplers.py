@@ -22,13 +22,20 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from typing_extensions import override
 
 from lightning_parstrat.core.epoch_order import left_of_turns, share
-from lightning_parstrat.distributed.torch_compat import index_iterator
-from lightning_parstrat.strategies.data.random_numbers import rng_preserved, rng_state, set_rng_state
+from lightning_parstrat.distributed.torch_compat import present_pass
+from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import sampler_within
 
 _AT_ONCE = 1024
-"""The number of indices that are dropped at once. An epoch may have more than fit into memory."""
+"""The number of indices that are dropped at once."""
+
+Position = Mapping[str, Any]
+"""The position of a pass in a checkpoint.
+
+``begin`` is the state that decides its items, ``taken`` how many were trained on, ``drawn`` how many were drawn,
+``digest`` the digest of these, and ``batches`` how many batches of the pass were trained on.
+"""
 
 
 class Pass(Iterator[Any]):
@@ -37,7 +44,6 @@ class Pass(Iterator[Any]):
     Attributes:
         begin: The state that decides its items. None if nothing has been drawn.
         batches_before: How many of its batches were trained on before it was saved and resumed.
-        counts_anew: Whether Lightning has to count from ``batches_before``, and not from its own count.
 
     Args:
         sampler: The sampler of the pass.
@@ -48,49 +54,41 @@ class Pass(Iterator[Any]):
     def __init__(
         self, sampler: "PositionedSampler", begin: Mapping[str, Any] | None = None, items: Iterable[Any] = ()
     ) -> None:
-        self.begin, self.batches_before, self.counts_anew = begin, 0, False
-        self._sampler, self._size = sampler, sampler.batch_size
-        self._items = self._new_items() if begin is None else iter(items)
-        self._batches = sampler.batches(self._items)
-        self._is_first = True
+        self.begin, self.batches_before = begin, 0
+        self._sampler, self._size, self._items = sampler, sampler.batch_size, iter(items)
+        self._batches: Iterator[Any] | None = None
         self._taken_before = self._drawn = 0
         self._digest = hashlib.sha256()
 
-    def _new_items(self) -> Iterator[Any]:
-        # On the first item, not before: loaders with workers begin two passes, and drop the first.
-        self.begin = self._sampler.begin_state()
-        yield from self._sampler.source
-
-    def drop(self, position: Mapping[str, Any]) -> bool:
-        """Drops the items that were trained on. Returns whether the drawn items are those that were drawn before.
-
-        Args:
-            position: The place of the saved pass.
-        """
-        taken = position["taken"]
-        for at_once in [_AT_ONCE] * (taken // _AT_ONCE) + [taken % _AT_ONCE]:
-            _add(self._digest, list(islice(self._items, at_once)))
+    def drop(self, position: Position) -> bool:
+        """Drops the items that were trained on. Returns whether the drawn items are those that were drawn before."""
+        # Not all at once, because an epoch may have more than fit into memory.
+        for left in range(position["taken"], 0, -_AT_ONCE):
+            _add(self._digest, islice(self._items, min(left, _AT_ONCE)))
         compared = self._digest.copy()
         # Drawn ahead, for example by workers: compared as well, and then drawn a second time.
-        ahead = list(islice(self._items, position["drawn"] - taken))
+        ahead = list(islice(self._items, position["drawn"] - position["taken"]))
         _add(compared, ahead)
-        self._taken_before = self._drawn = taken
-        self._batches = self._sampler.batches(chain(ahead, self._items))
+        self._items = chain(ahead, self._items)
+        self._taken_before = self._drawn = position["taken"]
         return compared.hexdigest() == str(position["digest"])
 
     @override
     def __next__(self) -> Any:
-        if self._is_first:
-            self._is_first = False
-            self._sampler.begin(self)
+        # On the first item, not before: loaders with workers begin two passes, and drop the first.
+        if self._batches is None:
+            self._sampler.begin()
+            if self.begin is None:
+                self.begin, self._items = self._sampler.begin_state(), iter(self._sampler.source)
+            self._batches = iter(self._sampler.batches(self._items))
         batch = next(self._batches)
         items = [batch] if self._size is None else batch
         self._drawn += len(items)
         _add(self._digest, items)
         return batch
 
-    def position(self, batches: int) -> dict[str, Any]:
-        """The entry of the pass in a checkpoint.
+    def position(self, batches: int) -> Position:
+        """The position in the pass.
 
         Args:
             batches: How many of its batches were trained on since it was resumed.
@@ -109,27 +107,26 @@ class PositionedSampler(StandIn):
 
     Attributes:
         resumed: The next pass, if it is a resumed one.
-        keeps_seed: Whether the next pass draws no seed, because the workers of the saved training were persistent.
+        counts_anew: Whether Lightning has to count from that pass's ``batches_before``, and not from its own count.
+        undoes_seed: Whether the next pass sets generators back to before the loader drew a seed for its workers,
+            because the saved training had drawn that seed earlier.
+        workers_live_on: Whether it does so with torch's random numbers, too: the saved training had persistent workers.
 
     Args:
         dataloader: The loader. :meth:`remove` restores its sampler.
     """
 
-    __slots__ = ("_generators", "_name", "_rng", "_saved", "_sets_at_begin", "keeps_seed", "resumed")
+    __slots__ = ("_before_seed", "_generators", "_name", "counts_anew", "resumed", "undoes_seed", "workers_live_on")
 
     def __init__(self, dataloader: DataLoader[Any]) -> None:
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
         self.resumed: Pass | None = None
-        self.keeps_seed = self._sets_at_begin = False
-        self._saved: Sequence[Tensor] = ()
-        self._rng: Tensor | None = None
+        self.counts_anew = self.undoes_seed = self.workers_live_on = False
+        self._before_seed: tuple[Tensor, list[Tensor]] | None = None
         inner = (self.source, getattr(self.source, "sampler", None))
-        owners = [*inner, *map(sampler_within, inner)]
-        values = [
-            dataloader.generator,
-            *(value for owner in owners for value in getattr(owner, "__dict__", {}).values()),
-        ]
+        owners = [dataloader, *inner, *map(sampler_within, inner)]
+        values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
         # By identity, because loader and sampler usually share one.
         self._generators = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
         # The loader refuses to set this attribute. A change of its `__dict__` bypasses that check.
@@ -153,51 +150,41 @@ class PositionedSampler(StandIn):
         """Items of a batch of the next pass. None if the source yields batches."""
         return self.stands_for.batch_size if self._is_plain else None
 
-    def batches(self, items: Any) -> Iterator[Any]:
-        """The batches of an iterable."""
+    def batches(self, items: Any) -> Any:
+        """The batches of an iterable: an iterable, with a length if that has one."""
         own = self.stands_for
-        return iter(BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items)
+        return BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items
 
     @override
     def __iter__(self) -> Iterator[Any]:
         # A loader calls it first, and draws the seed afterwards. With workers it calls it again after that.
-        if self.keeps_seed and self._rng is None:
-            self._rng = torch.get_rng_state()
+        if self._before_seed is None:
+            self._before_seed = (torch.get_rng_state(), self.generator_states())
         return Pass(self) if self.resumed is None else self.resumed
 
-    def begin(self, begun: Pass) -> None:
-        """Notes that a pass draws its first batch."""
+    def begin(self) -> None:
+        """Notes that a pass draws its first item."""
         self.resumed = None
-        if self._rng is not None:
-            torch.set_rng_state(self._rng)
-        self.keeps_seed, self._rng = False, None
-        if self._sets_at_begin:
-            self.set_generators()
+        if self.undoes_seed:
+            self.undo_seed()
 
-    def load_generators(self, states: Sequence[Tensor], at_begin: bool) -> None:
-        """Sets the generators to their saved states.
+    def undo_seed(self) -> None:
+        """Sets generators back to before the loader has drawn the first seed for its workers."""
+        self.undoes_seed = False
+        if self._before_seed is not None:
+            before, states = self._before_seed
+            self.set_generators(states)
+            if self.workers_live_on:
+                torch.set_rng_state(before)
 
-        Args:
-            states: Their states.
-            at_begin: Whether they are set when the next pass begins. By then the loader has drawn a seed for its
-                workers. The saved training had drawn that seed earlier.
-        """
-        self._saved, self._sets_at_begin = states, at_begin
-        if not at_begin:
-            self.set_generators()
-
-    def set_generators(self) -> None:
-        """Sets the generators to the states that were loaded."""
-        self._sets_at_begin = False
-        self._set(self._saved)
+    def set_generators(self, states: Sequence[Tensor]) -> None:
+        """Sets the generators that belong to the loader and the sampler."""
+        for generator, state in zip(self._generators, states, strict=False):
+            generator.set_state(state)
 
     def generator_states(self) -> list[Tensor]:
         """States of the generators that belong to the loader and the sampler."""
         return [generator.get_state() for generator in self._generators]
-
-    def _set(self, states: Sequence[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=False):
-            generator.set_state(state)
 
     def begin_state(self) -> dict[str, Any]:
         """The state that decides the order of a pass that begins now: plain values and tensors."""
@@ -212,91 +199,68 @@ class PositionedSampler(StandIn):
         if "items" in begin:
             yield iter(_unpacked(begin["items"]))
             return
-        generators = self.generator_states()
-        with rng_preserved():
-            if begin["rng"] is not None:
-                set_rng_state(begin["rng"])
-            self._set(begin["generators"])
-            if isinstance(source, DistributedSampler):
-                # This change stays: with another seed, the next epochs would differ from those of the saved training.
-                source.seed = begin["seed"]
-            yield iter(source)
-        self._set(generators)
+        random = rng_state()
+        if begin["rng"] is not None:
+            set_rng_state(begin["rng"])
+        self.set_generators(begin["generators"])
+        if isinstance(source, DistributedSampler):
+            # This change stays: with another seed, the next epochs would differ from those of the saved training.
+            source.seed = begin["seed"]
+        yield iter(source)
+        # Not so the generators: later items are drawn from them.
+        set_rng_state(random)
 
-    def pass_at(self, position: Mapping[str, Any]) -> Pass | None:
-        """A pass that resumes a saved one. None if the indices drawn again differ from those drawn before."""
+    def resume(self, position: Position | None) -> bool:
+        """Makes the next pass continue a saved one. Returns whether the indices drawn again are those drawn before."""
+        if position is None:
+            return False
         begin = position["begin"]
         with self._drawn_again(self.source, begin) as items:
             resumed = Pass(self, begin, items)
             is_same = resumed.drop(position)
-            if "items" not in begin:
-                # Not those of the save: a loader that begins again may have drawn more from them by then.
-                self.load_generators(self.generator_states(), at_begin=True)
-        if not is_same:
-            return None
-        resumed.batches_before = position["batches"]
-        length = sized_len(begin.get("items", self.source))
-        if length is not None and self.batch_size is not None:
-            self._end_with_epoch(resumed, length - position["taken"])
-        return resumed
+        before, length = position["batches"], sized_len(begin.get("items", self.source))
+        if before is None or (self.batch_size is not None and length is not None):
+            # The pass has to end with Lightning's epoch, also if batches have another size.
+            before = len(self) - len(self.batches(range((length or 0) - position["taken"])))
+        resumed.batches_before, self.counts_anew = before, is_same and before != position["batches"]
+        self.resumed = resumed if is_same else None
+        return is_same
 
-    def _end_with_epoch(self, resumed: Pass, left: int) -> None:
-        """Makes Lightning count so that the pass ends with the epoch, also if batches have another size."""
-        size, drops_last = self.batch_size or 1, self._is_plain and self.stands_for.drop_last
-        before = len(self) - (left // size if drops_last else -(-left // size))
-        resumed.counts_anew, resumed.batches_before = before != resumed.batches_before, before
+    def dealt(self, positions: Sequence[Position | None], rank: int, ranks: int) -> Position | None:
+        """This rank's position in an epoch's rest, if another number of ranks has begun the epoch.
 
-    @property
-    def shares_order(self) -> bool:
-        """Whether ranks take one order in turns, so that other ranks can share the rest of it."""
-        source = self.source
-        is_dealt = any(isinstance(one, DistributedSampler) for one in (source, getattr(source, "sampler", None)))
-        return is_dealt and sized_len(source) is not None
-
-    def dealt(self, positions: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Pass | None:
-        """This rank's part of an epoch's rest, if another number of ranks has begun the epoch. None as in `pass_at`.
-
-        It is also None if the items are not indices.
+        None if these ranks shared no order, if the indices drawn again are not those drawn before, or no indices.
 
         Args:
             positions: The position of each rank that has begun the epoch.
             rank: This rank.
             ranks: The number of ranks now.
         """
-        left = self._left_by(positions)
-        own = None if left is None else _packed(share(left, rank, ranks))
-        if left is None or own is None:
+        source, parts, taken = self.source, [], []
+        is_dealt = any(isinstance(one, DistributedSampler) for one in (source, getattr(source, "sampler", None)))
+        if not is_dealt or sized_len(source) is None:
             return None
-        resumed = Pass(self, {"items": own, "whole": len(left)}, _unpacked(own))
-        self._end_with_epoch(resumed, len(own))
-        resumed.counts_anew = True
-        return resumed
-
-    def _left_by(self, positions: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-        """The items of a shared epoch that no rank has taken, in its order. Without padding, if the length is known."""
-        source, begin, of = self.source, positions[0]["begin"], len(positions)
-        alone: list[Any] = []
-        whole = begin.get("whole")
-        if "items" not in begin and type(source) in (DistributedSampler, DistributedSamplerWrapper):
-            # All orders at once. Of N ranks, rank r has items r, r + N, r + 2N of the order of a single rank.
-            whole = len(source.dataset)
-            with self._drawn_again(_as_rank(source, 0, 1), begin) as items:
-                alone = list(items)
-        parts = []
-        for rank, position in enumerate(positions):
-            part = share(alone, rank, of)
-            if not alone or not _are_as_drawn(part, position):
-                sampler = _as_rank(source, rank, of)
-                with self._drawn_again(sampler, position["begin"]) as items:
-                    # No more than its length: the sampler may yield items forever.
-                    part = list(items if "items" in begin else islice(items, len(sampler)))
-            if not _are_as_drawn(part, position):
+        # The two that add padding, of the first items.
+        is_padded = type(source) in (DistributedSampler, DistributedSamplerWrapper)
+        whole = len(source.dataset) if is_padded else None
+        for one, position in enumerate(positions):
+            if position is None:
                 return None
-            parts.append(part)
-        return left_of_turns(parts, [position["taken"] for position in positions], whole)
+            begin, sampler = position["begin"], _as_rank(source, one, len(positions))
+            with self._drawn_again(sampler, begin) as items:
+                # No more than its length: the sampler may yield items forever.
+                parts.append(list(items if "items" in begin else islice(items, len(sampler))))
+            if not Pass(self, begin, parts[-1]).drop(position):
+                return None
+            taken.append(position["taken"])
+            whole = begin.get("whole", whole)
+        left = left_of_turns(parts, taken, whole)
+        own = _packed(share(left, rank, ranks))
+        nothing = {"taken": 0, "drawn": 0, "digest": hashlib.sha256().hexdigest(), "batches": None}
+        return None if own is None else {"begin": {"items": own, "whole": len(left)}, **nothing}
 
 
-def _add(digest: Any, items: Sequence[Any]) -> None:
+def _add(digest: Any, items: Iterable[Any]) -> None:
     """Adds items to a digest. Equal items give the same digest in batches of any size."""
     kinds = (Tensor, np.ndarray, np.generic)
     # The `repr` of tensors and arrays may leave out values.
@@ -304,12 +268,6 @@ def _add(digest: Any, items: Sequence[Any]) -> None:
         one if type(one) is int else apply_to_collection(one, kinds, lambda value: value.tolist()) for one in items
     )
     digest.update("".join(f"{item!r};" for item in plain).encode())
-
-
-def _are_as_drawn(items: Sequence[Any], position: Mapping[str, Any]) -> bool:
-    digest = hashlib.sha256()
-    _add(digest, items[: position["drawn"]])
-    return digest.hexdigest() == str(position["digest"])
 
 
 def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
@@ -344,5 +302,5 @@ def _unpacked(items: Any) -> list[Any]:
 
 def batches_before(iterator: Any) -> int:
     """How many batches of its pass a loader's iterator leaves out, because they came before a resume."""
-    own = index_iterator(iterator)
+    own, _ = present_pass(iterator)
     return own.batches_before if isinstance(own, Pass) else 0
