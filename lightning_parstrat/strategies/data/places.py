@@ -35,7 +35,7 @@ class Moment(NamedTuple):
         in_pass: The pass of such a loader, if it has an iterator.
         batches: How many batches its iterator has handed out in that pass.
         has_ended: Whether it has ended in the epoch.
-        state: The state of a loader with a state of its own: pickled, or itself if it cannot be pickled.
+        state: The state of a loader that has a `state_dict`: pickled, or itself if it cannot be pickled.
     """
 
     loader: Any
@@ -64,7 +64,7 @@ def moments(trainer: Trainer, given: Sequence[Any] | None = None) -> list[Moment
 
     Args:
         trainer: The Trainer.
-        given: Before an epoch's first batch: the states that were given to loaders with states of their own, in their
+        given: Before an epoch's first batch: the states that were given to loaders with a `state_dict`, in their
             order. A loader may apply it with its first batch only, and may report an earlier end until then.
     """
     ended, states, found = ended_in_epoch(trainer), iter(given or ()), []
