@@ -194,9 +194,9 @@ class Resume(Part):
             if sampler is not None:
                 sampler.resumed, sampler.counts_anew = None, False
             rank_zero_warn(
-                "The checkpoint was saved within an epoch, and a data loader cannot continue there on all ranks. It begins"
-                " the epoch's samples again. Possible reasons: its place is not in the checkpoint; its sampler draws"
-                " other indices than before; ranks of another number cannot share its samples."
+                "The checkpoint was saved within an epoch, and a data loader cannot continue there on all ranks. So it"
+                " begins the epoch's samples again. Possible reasons: its place is not in the checkpoint; its sampler"
+                " draws other indices than before; ranks of another number cannot share its samples."
             )
         elif within_epoch and is_stateful(dataloader) and places and own is None:
             rank_zero_warn(

@@ -2,7 +2,7 @@
 
 When a checkpoint is saved, batches may have been fetched that were not trained on, and workers may have drawn further.
 So each loader is noted before each fetch. For a map-style loader that is a number of batches in a pass. For a loader
-with a state of its own, such as torchdata's StatefulDataLoader, it is that state.
+with a `state_dict`, such as torchdata's StatefulDataLoader, it is that state.
 """
 
 import pickle
@@ -22,7 +22,7 @@ Place = dict[str, Any]
 
 ``position`` is the position of its pass after the trained batches, or None if nothing was drawn. ``generators`` are the
 states of its generators and its sampler's. ``begun_again`` says whether it had ended in the epoch. A loader with a
-state of its own has only that and its ``state``, which is None if an epoch begins.
+`state_dict` has only that and its ``state``, which is None if an epoch begins.
 """
 
 

@@ -231,7 +231,7 @@ def others_drawn(folder: str) -> list[Any]:
     """On rank 1 alone others are drawn."""
     row = Row(lambda: loader(sampler=DrawsOthers() if dist.get_rank() else Permuted()), {**OWN, "max_epochs": 1})
     saved, resumed = fit(row, 0, Saves(folder, (4,))), fit(row, 0, path=f"{folder}/{SAVED}")
-    said = [one for one in resumed.said if "draws again are others" in one and "epoch's samples again" in one]
+    said = [one for one in resumed.said if "draws other indices" in one and "epoch's samples again" in one]
     return [len(said), len(saved.seen), resumed.seen]
 
 
@@ -290,7 +290,7 @@ def test_one_warning_at_the_save_names_the_loader_that_is_lost(pool: RankPool, t
     for name, said in found.items():
         assert name in said[0] and "StatefulDataLoader" in said[0]
         # What does not know that it has begun an epoch goes on as under `ddp`.
-        assert ["does not have its place" in one for one in said[1:]] == [True] * ("two places" in name)
+        assert ["its place is not in the checkpoint" in one for one in said[1:]] == [True] * ("two places" in name)
 
 
 def loader_in_and_after_training() -> list[bool]:
