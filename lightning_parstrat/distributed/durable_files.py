@@ -4,36 +4,27 @@ A file is written under a temporary name in the same folder, and synced to the d
 rename is synced, too. Until then, the earlier file of that name is unchanged.
 """
 
-import ctypes
 import errno
-import functools
 import os
 import re
 import shutil
-import socket
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = ".saving-"
 """Prefix of temporary names. Lightning finds checkpoints by patterns of names. None of these may match the prefix."""
 
-_TEMPORARY = re.compile(re.escape(PREFIX) + r".+-\d+-[0-9a-f]{12}")
-_TRIES = 10
+_TEMPORARY = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
-# Not at once: a process of another container on this host is not visible here.
-_SECONDS_AFTER_ITS_PROCESS = 600.0
-# AT_FDCWD and RENAME_EXCHANGE of Linux' headers. Python has neither the constants nor the call.
-_AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
 
 def temporary_name(folder: Path) -> Path:
     """A path in ``folder`` that no other process and no other call uses."""
-    # Host and process, so that `remove_left_behind` can tell whether the writer is still running.
-    return folder / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    return folder / f"{PREFIX}{uuid.uuid4().hex}"
 
 
 @contextmanager
@@ -76,47 +67,28 @@ def with_errors_of_the_disk() -> Iterator[None]:
 def put_in_place(temporary: Path, path: Path) -> None:
     """Gives a file or folder its final name, and removes the earlier file or folder of that name.
 
-    A file replaces a file in one step. If the file system can exchange folders in one step, it does so (ext4, xfs,
-    btrfs, tmpfs and others). On other file systems, there are two renames. A crash between them leaves the old folder
-    under a name with the same beginning. A search for ``last*.ckpt`` finds it, and :func:`recover` restores it.
+    A file replaces a file in one step. If one of them is a folder, there are two renames. A crash between them leaves
+    the old one under a name with the same beginning. A search for ``last*.ckpt`` finds it, and :func:`recover` restores
+    it.
 
     Raises:
         IsADirectoryError: The name belongs to a folder that contains other files than a checkpoint's.
         FileExistsError: The name belongs to a device, or the like.
     """
-    tries_left = _TRIES
-    while True:
-        try:
-            _put_in_place(temporary, path)
-            return
-        except OSError as error:
-            # Another job has given the name to another file, or removed it, since the check.
-            tries_left -= 1
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not temporary.exists() or not tries_left:
-                raise
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
     check_may_be_replaced(path)
-    # rename(2) puts a file over a file or a link, but a folder only over an empty folder.
-    is_replaced_by_rename = not path.exists() or path.is_symlink() or not (path.is_dir() or temporary.is_dir())
-    if is_replaced_by_rename and not (path.is_symlink() and temporary.is_dir()):
-        # The folder is synced as well: it holds the name, and a crash could restore the old one.
-        os.replace(temporary, path)
-        sync(path.parent)
-        return
-    if _exchange(temporary, path):
-        sync(path.parent)
-        remove(temporary)
-        return
     replaced = _replaced_name(path)
-    # Without the exchange: between the two renames no file has the name, so the old folder stays until after them.
-    check_may_be_replaced(replaced)
-    remove(replaced)
-    os.rename(path, replaced)
-    os.rename(temporary, path)
+    # rename(2) puts a file over a file or a link, but a folder over neither.
+    is_moved = os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink()))
+    if is_moved:
+        # Between the two renames no file has the name, so the old one stays until after them.
+        check_may_be_replaced(replaced)
+        remove(replaced)
+        os.rename(path, replaced)
+    os.replace(temporary, path)
+    # The folder is synced as well: it holds the name, and a crash could restore the old one.
     sync(path.parent)
-    remove(replaced)
+    if is_moved:
+        remove(replaced)
 
 
 def check_may_be_replaced(path: Path) -> None:
@@ -182,19 +154,13 @@ def remove_atomically(path: Path) -> None:
 
 
 def remove_left_behind(folder: Path) -> None:
-    """Removes the files of programs that ended while writing here, if that is certain.
+    """Removes the files of programs that ended while writing here: those that have not changed for an hour.
 
-    Other jobs may be writing to the same folder, from other machines. Their files change all the time. A file is taken
-    to be abandoned after an hour without a change. If its process was on this machine and has ended, ten minutes
-    suffice.
+    Other jobs may be writing to the same folder. Their files change all the time.
     """
-    own = f"{PREFIX}{socket.gethostname()}-"
     for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
         try:
-            seconds = time.time() - _last_change(path)
-            process = path.name.removeprefix(own).split("-")[0] if path.name.startswith(own) else ""
-            is_gone = process.isdigit() and not Path(f"/proc/{process}").exists()
-            if seconds > (_SECONDS_AFTER_ITS_PROCESS if is_gone else _SECONDS_UNTIL_LEFT_BEHIND):
+            if time.time() - _last_change(path) > _SECONDS_UNTIL_LEFT_BEHIND:
                 remove(path)
         except OSError:
             # Another process was faster, or the file is another user's.
@@ -227,24 +193,3 @@ def _last_change(path: Path) -> float:
 
 def _replaced_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}-replaced{path.suffix}")
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two paths in one step, by renameat2(2) of Linux. If the system cannot, returns False."""
-    rename = _renameat2()
-    if rename is None:
-        return False
-    arguments = (_AT_WORKING_DIRECTORY, os.fsencode(one), _AT_WORKING_DIRECTORY, os.fsencode(other), _EXCHANGE)
-    if rename(*arguments) == 0:
-        return True
-    number = ctypes.get_errno()
-    # The kernel or the file system cannot exchange. Any other error is a real one.
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-@functools.cache
-def _renameat2() -> Callable[..., int] | None:
-    function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return function

@@ -63,8 +63,7 @@ def _around_renames(around: Callable[..., None], kills: KillsAt) -> None:
 
 
 def _between_renames(kills: KillsAt) -> None:
-    """On a file system that cannot exchange two names."""
-    durable_files._exchange = lambda one, other: False
+    """When the old folder has another name, and the new one not yet its own."""
     _after(os, "rename", kills)
 
 
@@ -73,7 +72,7 @@ def _mid_removal(kills: KillsAt) -> None:
     remove = durable_files.remove
 
     def half(path: Path) -> None:
-        if kills.is_now:
+        if path.exists() and kills.is_now:
             for entry in sorted(path.iterdir())[::2] if path.is_dir() else []:
                 entry.unlink()
             kill()
@@ -84,7 +83,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state, "_messages"), (dcp.PiecesWriter, "write_data"), (resume, "gather_object")):
+    for module, name in ((state, "_messages"), (dcp.FolderWriter, "write_data"), (resume, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 
@@ -94,8 +93,6 @@ SAVING: dict[str, Callable[[KillsAt], None]] = {
     "before rename": lambda kills: _around_renames(_before, kills),
     "after rename": lambda kills: _around_renames(_after, kills),
     "between renames": _between_renames,
-    # When the new folder has its name, and the old one is still there.
-    "after exchange": lambda kills: _after(durable_files, "_exchange", kills),
     "mid-removal": _mid_removal,
     "between ranks": _between_ranks,
 }
@@ -113,10 +110,10 @@ LOADING: dict[str, Callable[[KillsAt], None]] = {
 
 POINTS = {**SAVING, **LOADING}
 
-OF_FOLDERS = ("between renames", "after exchange", "reading")
+OF_FOLDERS = ("between renames", "reading")
 """Points that a checkpoint in a single file does not pass."""
 
-OF_RANK_0 = ("before rename", "after rename", "between renames", "after exchange", "mid-removal")
+OF_RANK_0 = ("before rename", "after rename", "between renames", "mid-removal")
 """Points that only rank 0 passes."""
 
 
