@@ -3,9 +3,8 @@
 Each writes a file of its own, which a load has to find, and tells rank 0 as much as it would be told.
 """
 
-import io
 import pickle
-from collections import defaultdict
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.scale.recorder import Recorder, not_counting_calls
-from lightning_parstrat.distributed.checkpoint.dcp import PiecesPlanner, PiecesWriter
-from lightning_parstrat.distributed.checkpoint.folder import states_of
-from lightning_parstrat.distributed.checkpoint.pieces import Piece
+from lightning_parstrat.core.shard_groups import ShardPlace
+from lightning_parstrat.distributed.checkpoint.dcp import FolderWriter, RunsOfRank
 from lightning_parstrat.distributed.checkpoint.writing import Outline
+from lightning_parstrat.distributed.engine.cuts import Run, cut_in_bucket
 
 _SENT_BY_RANK_0: dict[int, Outline] = {}
 """By the number of ranks: rank 0 is played first."""
@@ -32,6 +31,9 @@ class OtherRanks:
         self._recorder = recorder
         self.folder: Path | None = None
         self._written: dict[int, Any] = {}
+        self._slots: dict[int, Any] = {}
+        self._positions: list[int] = []
+        self._cuts: dict[str, Any] = {}
 
     def broadcast(self, original: Callable[..., None]) -> Callable[..., None]:
         """``dist.broadcast_object_list``: what this rank receives is what it would have sent itself."""
@@ -49,7 +51,7 @@ class OtherRanks:
 
     def _hear(self, value: Any, size: int) -> Any:
         outline = _SENT_BY_RANK_0.get(size) if value == (None, None) else None
-        return value if outline is None else (outline._replace(temporary=str(self.folder)), None)
+        return value if outline is None else (outline._replace(temporary=self.folder), None)
 
     def gather(self, obj: Any, object_gather_list: list[Any] | None = None, **kwargs: Any) -> None:
         """``dist.gather_object``, by which torch's checkpoints tell rank 0 what is planned and written."""
@@ -78,31 +80,68 @@ class OtherRanks:
         self._recorder.note_metadata(received)
         scatter_object_output_list[0] = own
 
+    def cuts(self, original: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
+        """``cuts_in_buckets`` that remembers what is cut, for what the others write."""
+
+        def cuts_in_buckets(slots: Any) -> dict[Any, Any]:
+            cuts = original(slots)
+            self._slots.update({id(cut): (cut, slots[parameter]) for parameter, cut in cuts.items()})
+            return cuts
+
+        return cuts_in_buckets
+
+    def own_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``WrittenTensors.own_run`` that remembers how the tensor is cut."""
+
+        def own_run(tensors: Any, name: str) -> Any:
+            with not_counting_calls():
+                self._cuts[name] = tensors._held[name][1]
+            return original(tensors, name)
+
+        return own_run
+
     def write_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``PiecesWriter.write_data`` that has the others write theirs, where rank 0 is played."""
+        """``FolderWriter.write_data`` that has the others write theirs, where rank 0 is played."""
 
         def write(writer: Any, plan: SavePlan, planner: Any) -> Any:
             done = original(writer, plan, planner)
             with not_counting_calls():
-                every: dict[int, list[Piece]] = defaultdict(list)
-                if dist.get_rank() == 0:
-                    writer._pieces = list(writer._pieces)
-                    for piece in writer._pieces:
-                        every[piece.rank].append(piece)
-                for rank in range(1, dist.get_world_size()) if dist.get_rank() == 0 else ():
-                    of_rank = PiecesPlanner(every[rank])
-                    own = io.BytesIO(planner.resolve_data(plan.items[1]).getvalue())
-                    zeros = {piece.tensor.source.name: _zeros_of(piece) for piece in every[rank]}
-                    of_rank.set_up_planner({"held": {states_of(rank): own, **zeros}})
-                    theirs = PiecesWriter(writer._temporary, writer._final, (), ())
-                    planned = of_rank.finish_plan(_PLANS_OF_RANK_0[dist.get_world_size()][rank])
+                size = dist.get_world_size()
+                for rank in range(1, size) if dist.get_rank() == 0 else ():
+                    of_rank = RunsOfRank(self._runs_of(rank, size, writer._tensors))
+                    theirs = FolderWriter(writer._temporary, writer._final, writer._tensors)
+                    planned = of_rank.finish_plan(_PLANS_OF_RANK_0[size][rank])
                     self._written[rank] = original(theirs, planned, of_rank).value()
             return done
 
         return write
 
+    def _runs_of(self, rank: int, size: int, tensors: Any) -> dict[str, Run]:
+        """Zeros in place of what another rank writes."""
+        runs = {}
+        for name, (dtype, numel) in tensors.items():
+            written = slice(0, numel if zlib.crc32(name.encode()) % size == rank else 0)
+            if (cut := self._cuts[name]) is not None:
+                slot = self._slots[id(cut)][1]
+                copy, shard = divmod(rank, size // slot.bucket.place.copies)
+                written = cut_in_bucket(slot, ShardPlace(shard, copy, slot.bucket.place.copies)).written
+            if written.start < written.stop:
+                runs[name] = Run(written.start, torch.zeros(written.stop - written.start, dtype=dtype))
+        return runs
+
+    def described(self, original: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
+        """``_described`` that remembers the positions of parameters, of which others own other parts."""
+
+        def described(optimizer: Any, slots: Any) -> dict[int, Any]:
+            self._positions = list(slots)
+            return original(optimizer, slots)
+
+        return described
+
     def gather_object(self, value: Any, group: Any) -> list[Any]:
         """``gather_object`` of the package: the others send what this rank would, and have the same."""
+        is_state = bool(value) and isinstance(value, dict) and value.keys() <= set(self._positions)
+        theirs = dict.fromkeys(self._positions, next(iter(value.values()))) if is_state else value
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         is_root = group.rank() == 0
         for other in range(1, group.size()) if is_root else [0]:
@@ -110,8 +149,4 @@ class OtherRanks:
                 move = group.recv if is_root else group.send
                 move([message.clone()], other, 0).wait()
             self._recorder.note_metadata(content.numel() if is_root else 0)
-        return [value] * group.size() if is_root else []
-
-
-def _zeros_of(piece: Piece) -> torch.Tensor:
-    return torch.zeros(piece.numel, dtype=piece.tensor.dtype)
+        return [value, *[theirs] * (group.size() - 1)] if is_root else []

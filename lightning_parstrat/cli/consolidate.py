@@ -3,20 +3,13 @@
 import pickle
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.distributed.checkpoint.consolidation import consolidate
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-
-# Of the two packages that Lightning is published as, only one may be installed.
-checkpoint_io, states_in_files = (
-    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoint_io", "states_in_files")
-)
 
 _DESCRIPTION = """
 Turns a folder that was saved with state_dict_type="sharded" into an ordinary Lightning checkpoint. Runs on one
@@ -55,21 +48,12 @@ def run(arguments: Namespace, program: list[str]) -> int:
     if destination.exists() and not arguments.overwrite:
         raise UsageError(f"{destination} already exists. Choose another name, or add --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
-    checkpoint.skeleton = loaded(lambda: _with_all_states(checkpoint), source)
     try:
         loaded(lambda: consolidate(checkpoint, destination), source)
     except OSError as error:
         raise UsageError(str(error)) from error
     print(f"{destination}: {destination.stat().st_size} bytes")
     return 0
-
-
-def _with_all_states(checkpoint: ShardedCheckpoint) -> Any:
-    """The skeleton with the states from each rank's own file."""
-    key = checkpoint_io.CHECKPOINT_KEY
-    own = checkpoint.skeleton.get(key, {})
-    read = {rank: checkpoint.own_of(rank) for rank in range(states_in_files.ranks_of(own))}
-    return {**checkpoint.skeleton, key: states_in_files.with_states_of_all(own, read)}
 
 
 def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:

@@ -17,9 +17,7 @@ from lightning_parstrat.core.wording import amount, counted
 from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint
 
 # Of the two packages that Lightning is published as, only one may be installed.
-checkpoint_io, states_in_files = (
-    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoint_io", "states_in_files")
-)
+checkpoint_io = import_module(f"{package_in_use()}.strategies.checkpoint.checkpoint_io")
 
 _DESCRIPTION = """
 Shows what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.
@@ -71,7 +69,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "lightning": checkpoint["pytorch-lightning_version"],
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
-        "ranks": states_in_files.ranks_of(own),
+        "ranks": len(own.get(checkpoint_io.RESUME, {"ranks": []})["ranks"]),
         "buckets": len(own.get("bucket_plan", [])) or None,
         "slurm_job": own.get("slurm_job"),
         "keys": list(checkpoint),

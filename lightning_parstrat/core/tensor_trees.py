@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +65,24 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-def in_storage_order(tensor: Tensor) -> Tensor:
-    """A tensor as 1-D. If the tensor is dense, a view of its elements in memory order, otherwise a row-major copy."""
+def in_storage_order(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """A tensor as 1-D, with its elements in the order in which other strides place them. A view, if they are its own.
+
+    Args:
+        tensor: The tensor.
+        strides: By default its own. If it is not dense, its elements are then row by row.
+    """
+    strides = storage_strides(tensor) if strides is None else strides
+    if tensor.stride() != tuple(strides):
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def storage_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor. If it is not dense, those of a row-major one of its shape."""
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.contiguous().view(-1)
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def with_narrow_storage(tensor: Tensor) -> Tensor:

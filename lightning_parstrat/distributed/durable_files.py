@@ -181,7 +181,7 @@ def sync(path: Path) -> None:
 
 
 def _is_of_checkpoint(name: str) -> bool:
-    return name.endswith(".distcp") or name.startswith(".metadata")
+    return name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt"
 
 
 def _last_change(path: Path) -> float:

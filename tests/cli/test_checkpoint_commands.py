@@ -31,7 +31,7 @@ def test_a_full_one_and_a_sharded_one_hold_the_same(checkpoints: Path, capsys: p
     same = ("global_step", "epoch", "parameters", "optimizers", "ranks", "buckets", "keys")
     assert {key: full[key] for key in same} == {key: sharded[key] for key in same}
     assert (full["format"], sharded["format"], full["ranks"]) == ("full", "sharded", 2)
-    assert set(sharded["files"]) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert set(sharded["files"]) == {".metadata", "checkpoint.pt", "__0_0.distcp", "__1_0.distcp"}
     assert len(full["optimizers"]) == 2 and full["optimizers"][0]["entries"]["exp_avg"]["nbytes"] > 0
 
 

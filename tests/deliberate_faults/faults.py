@@ -187,8 +187,8 @@ distributed/engine/buckets.py: a rank loads the part of another
 strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped
 
 distributed/checkpoint/reading.py: a rank reads the part of another from a sharded checkpoint
-- runs[source.name] = Run(part, cut.own.start)
-+ runs[source.name] = Run(part, 0)
+- runs[name] = Run(cut.own.start, part)
++ runs[name] = Run(0, part)
 strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped
 
 distributed/fsdp/cuts.py: a rank takes the rows of a sharded parameter for others

@@ -101,7 +101,7 @@ SAVING: dict[str, Callable[[KillsAt], None]] = {
 LOADING: dict[str, Callable[[KillsAt], None]] = {
     "opening": lambda kills: _before(Checkpoints, "_open", kills),
     "opened": lambda kills: _after(Checkpoints, "_open", kills),
-    "reading": lambda kills: _before(ShardedCheckpoint, "own_of", kills),
+    "reading": lambda kills: _before(ShardedCheckpoint, "filled", kills),
     "loading optimizers": lambda kills: _before(Checkpoints, "load_optimizers", kills),
     "loaded optimizers": lambda kills: _after(Checkpoints, "load_optimizers", kills),
     "placing loaders": lambda kills: _before(resume.Resume, "_begin_training", kills),

@@ -63,9 +63,6 @@ class Intricate(zoo.Zoo):
             batch = self.blocks[number](batch)
         return self.net(batch)
 
-    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self(batch)
-
     def compute_loss(self, batch: Tensor) -> Tensor:
         return self(batch).pow(2).mean()
 
@@ -73,35 +70,7 @@ class Intricate(zoo.Zoo):
         self.log("val_loss", self.compute_loss(batch))
 
 
-class ByHand(zoo.StepsByHand, Intricate):
-    pass
-
-
-def evaluate_unevenly(make: Callable[[], Any], policy: dict[str, Any] | None) -> list[Any]:
-    """Of ranks with one, two and three batches: what each has itself, beside, between and after training."""
-    torch.manual_seed(0)
-    module, rank = make(), dist.get_rank()
-    strategy = ddp() if policy is None else zero3(**policy)
-    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False, limit_predict_batches=rank + 1)
-    found = [trainer.predict(module, [zoo.loader(4 * rank + 4, 4), zoo.loader(13, 2)])]
-    trainer.fit(module, own(24), zoo.loader(4 * rank + 4, 4))
-    found += [float(trainer.callback_metrics["val_loss"]), trainer.validate(module, zoo.loader(4 * rank + 4, 4))]
-    return [*found, weights_of(module)]
-
-
 NESTED = {"auto_wrap_policy": ["Linear", "Sequential"]}
-UNEVEN: dict[str, tuple[type[Intricate], dict[str, Any], int]] = {
-    "units in units": (Intricate, NESTED, 3),
-    "units stay": (Intricate, {**NESTED, "reshard_after_forward": False}, 2),
-    "by hand, all at once": (ByHand, {"min_num_params": 10**9}, 3),
-}
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name != "units stay", UNEVEN))
-def test_ranks_evaluate_different_numbers_of_batches(pool: RankPool, name: str) -> None:
-    make, policy, ranks = UNEVEN[name]
-    expected = pool.run(ranks, evaluate_unevenly, make, None)
-    assert_same(pool.run(ranks, evaluate_unevenly, make, policy), expected, **CLOSE)
 
 
 class Sensitive(Intricate):
@@ -403,13 +372,6 @@ def test_it_shows_what_is_kept_in_an_evaluation_and_within_itself(
 BATCH = 12
 
 
-class Loosely(WeightAveraging):
-    """A user's own: every other step, and at the ends of epochs."""
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx is not None or (step_idx is not None and step_idx % 2 == 0)
-
-
 class Validated(Callback):
     """The losses of validations, each the mean over ranks."""
 
@@ -447,7 +409,7 @@ def average(
 ROUTES: list[tuple[type[zoo.Zoo], Callable[[], Callback], str, int, str, int]] = [
     (zoo.TiedLanguageModel, WeightAveraging, "zero3 sharded", 3, "zero3", 2),
     (zoo.BareParameters, lambda: EMAWeightAveraging(decay=0.8, use_buffers=False), "zero3", 2, "ddp", 2),
-    (zoo.Convolutional, Loosely, "zero3 async", 2, "zero1", 3),
+    (zoo.Convolutional, WeightAveraging, "zero3 async", 2, "zero1", 3),
 ]
 
 

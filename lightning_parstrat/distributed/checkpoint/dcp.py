@@ -1,17 +1,16 @@
 """The classes that ``torch.distributed.checkpoint`` needs: which rank writes and reads what. The import takes long."""
 
 import dataclasses
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -20,10 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    LoadItemType,
     LoadPlan,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -36,36 +32,32 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from typing_extensions import override
 
-from lightning_parstrat.distributed.checkpoint.folder import file_of
-from lightning_parstrat.distributed.checkpoint.pieces import Piece, Run, SavedTensor
+from lightning_parstrat.distributed.checkpoint.folder import SKELETON, file_of
 from lightning_parstrat.distributed.durable_files import put_in_place, sync, with_errors_of_the_disk
-
-Held = Mapping[str, Tensor | io.BytesIO] | Exception
-"""The content that a rank writes, by name, or the error that kept the rank from making it."""
+from lightning_parstrat.distributed.engine.cuts import Run
 
 
-class PiecesPlanner(SavePlanner):
-    """Makes each rank write its pieces. No rank needs a message about them. The saved dictionary is ``{"held": Held}``.
+class RunsOfRank(SavePlanner):
+    """Makes each rank write its runs of elements. No rank needs a message about them.
 
     Args:
-        pieces: This rank's pieces.
+        runs: This rank's runs, by the tensors' names.
+        error: The error that kept this rank from having its runs.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._held: Mapping[str, Tensor | io.BytesIO] = {}
+    def __init__(self, runs: Mapping[str, Run], error: Exception | None = None) -> None:
+        self._runs, self._error = runs, error
 
     @override
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Raises the error that kept this rank from having its pieces. All ranks then raise."""
-        if isinstance(state_dict["held"], Exception):
-            raise state_dict["held"]
-        self._held = state_dict["held"]
+    ) -> None: ...
 
     @override
     def create_local_plan(self) -> SavePlan:
+        """Raises the error. All ranks then raise."""
+        if self._error is not None:
+            raise self._error
         return SavePlan([])
 
     @override
@@ -75,131 +67,115 @@ class PiecesPlanner(SavePlanner):
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        of_bytes = [
-            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, BytesIOWriteData(value.getbuffer().nbytes))
-            for name, value in self._held.items()
-            if isinstance(value, io.BytesIO)
-        ]
-        return dataclasses.replace(new_plan, items=[*of_bytes, *map(_item, self._pieces)])
+        return dataclasses.replace(new_plan, items=[_item(name, run) for name, run in self._runs.items()])
 
     @override
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._held[write_item.index.fqn]
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._runs[write_item.index.fqn].elements
 
 
-class PiecesWriter(FileSystemWriter):
-    """torch's writer, but ranks send rank 0 only the places of their pieces, and rank 0 sends none back.
+class FolderWriter(FileSystemWriter):
+    """torch's writer, but rank 0 makes the index of a few numbers for each run, and sends it to none.
 
     Args:
         temporary: The folder that is written.
         path: The folder's name when it is complete.
-        tensors: All tensors.
-        pieces: The pieces of all ranks, or of this rank at least. Rank 0 needs those of all.
+        tensors: The dtype and the number of elements of each tensor, by name. The same on all ranks.
     """
 
-    def __init__(self, temporary: Path, path: Path, tensors: Sequence[SavedTensor], pieces: Iterable[Piece]) -> None:
+    def __init__(self, temporary: Path, path: Path, tensors: Mapping[str, tuple[torch.dtype, int]]) -> None:
         super().__init__(temporary)
-        self._temporary, self._final, self._tensors, self._pieces = temporary, path, tensors, pieces
-
-    @override
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies nothing. Pieces are views of buckets of all ranks, which torch would copy as a whole."""
-        return state_dict
+        self._temporary, self._final, self._tensors = temporary, path, tensors
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file. Rank 0 gets the offset and the length of each piece, in the order of the plan."""
+        """Writes this rank's file. Rank 0 gets, for each run, the tensor's number, start and length, and the place."""
         # No code reads checksums of elements, and they take as long as writing.
         with with_errors_of_the_disk(), config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             written = super().write_data(plan, planner).value()
+        number = {name: position for position, name in enumerate(self._tensors)}
         places = {one.index: one.storage_data for one in written}
-        of_pieces = [places[one.index] for one in plan.items if one.tensor_data is not None]
-        flat = [number for place in of_pieces for number in (place.offset, place.length)]
+        chunks = [(item.index, item.tensor_data.chunk) for item in plan.items if item.tensor_data is not None]
+        runs = [
+            (number[index.fqn], *chunk.offsets, *chunk.sizes, places[index].offset, places[index].length)
+            for index, chunk in chunks
+        ]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(
-            [*(one for one in written if one.index.offset is None), WriteResult(MetadataIndex(""), len(flat), flat)]
-        )
+        # With one place in torch's form.
+        future.set_result([WriteResult(MetadataIndex(""), len(runs), (next(iter(places.values()), None), runs))])
         return future
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of what all ranks have written, and gives the folder its name. On rank 0 alone."""
-        places = [iter(own.pop().storage_data) for own in results]
-        known: dict[str, Any] = {one.index.fqn: BytesStorageMetadata() for own in results for one in own}
-        known |= {
-            one.source.name: TensorStorageMetadata(_properties(one.dtype), torch.Size([one.numel]), [])
-            for one in self._tensors
-        }
-        # In torch's form for a place, taken from an entry that rank 0 has written beside its pieces.
-        records, some = [], results[0][0].storage_data
-        for piece in self._pieces:
-            name, (offset, length) = piece.tensor.source.name, (next(places[piece.rank]), next(places[piece.rank]))
-            known[name].chunks.append(_chunk(piece))
-            place = dataclasses.replace(some, relative_path=file_of(piece.rank), offset=offset, length=length)
-            records.append(WriteResult(MetadataIndex(name, [piece.start]), length, place))
-        self._check_all_there(len(results))
-        super().finish(Metadata(known), [*results, records])
+        names, bounds = list(self._tensors), defaultdict[str, list[tuple[int, int]]](list)
+        written = []
+        for rank, (of_rank,) in enumerate(results):
+            self._check_visible(file_of(rank), rank)
+            some, runs = of_rank.storage_data
+            for number, start, numel, offset, length in runs:
+                bounds[names[number]].append((start, start + numel))
+                place = dataclasses.replace(some, offset=offset, length=length)
+                written.append(WriteResult(MetadataIndex(names[number], [start]), length, place))
+        index = Metadata({})
+        for name, (dtype, numel) in self._tensors.items():
+            starts, stops = zip(*sorted(bounds[name]), strict=True) if bounds[name] else ((), ())
+            if (0, *stops) != (*starts, numel):
+                raise ValueError(f"{name} is incomplete: some ranks have no such state of their part of the parameter")
+            chunks = [_chunk(start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+            properties, size = TensorProperties(dtype=dtype), torch.Size([numel])
+            index.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+        # Not the metadata that torch broadcasts.
+        super().finish(index, [written])
         # Before the rename: after a crash, a folder with its final name must hold all of its files.
-        sync(self._temporary)
+        for path in (self._temporary / SKELETON, self._temporary):
+            sync(path)
         put_in_place(self._temporary, self._final)
 
-    def _check_all_there(self, ranks: int) -> None:
-        """Checks that rank 0 sees all files. If nodes have separate folders, it does not."""
-        for rank in range(ranks):
-            if not (self._temporary / file_of(rank)).exists():
-                raise OSError(
-                    f"Rank {rank} has written {file_of(rank)}, but rank 0 does not see that in {self._temporary}. A"
-                    " sharded checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
-                    " `default_root_dir` of the Trainer, to one."
-                )
+    def _check_visible(self, file: str, rank: int) -> None:
+        """Checks that rank 0 sees a file. If nodes have separate folders, it does not."""
+        if not (self._temporary / file).exists():
+            raise OSError(
+                f"Rank {rank} has written {file}, but rank 0 does not see that in {self._temporary}. A sharded"
+                " checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
+                " `default_root_dir` of the Trainer, to one."
+            )
 
 
-class RunsPlanner(DefaultLoadPlanner):
-    """Makes this process read runs of tensors, and bytes, which are then in :attr:`content`.
+class RunsToRead(DefaultLoadPlanner):
+    """Makes this process read runs of tensors: only these elements, in any part of the checkpoint.
 
     Args:
         metadata: The checkpoint's index.
-        wanted: Runs by name. None for bytes.
+        runs: The memory to read into, by name.
     """
 
-    def __init__(self, metadata: Metadata, wanted: Mapping[str, Run | None]) -> None:
+    def __init__(self, metadata: Metadata, runs: Mapping[str, Run]) -> None:
         super().__init__()
-        self._known, self._wanted = metadata.state_dict_metadata, wanted
-        self.content: dict[str, io.BytesIO] = {}
+        self._known, self._runs = metadata.state_dict_metadata, runs
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, run in self._wanted.items():
-            known, none, index = self._known[name], torch.Size([0]), MetadataIndex(name)
-            if run is None or not isinstance(known, TensorStorageMetadata):
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
-                continue
-            own = ChunkStorageMetadata(torch.Size([run.start]), torch.Size([run.target.numel()]))
-            items += create_read_items_for_chunk_list(name, known, [own])
-        return LoadPlan(items)
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.content[read_item.dest_index.fqn] = value
+        return LoadPlan(
+            [
+                item
+                for name, run in self._runs.items()
+                for item in create_read_items_for_chunk_list(
+                    name, cast(TensorStorageMetadata, self._known[name]), [_chunk(run.start, run.elements.numel())]
+                )
+            ]
+        )
 
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        run = self._wanted[index.fqn]
-        if run is None:
-            raise AssertionError("a tensor was read instead of bytes")
-        return run.target
+        return self._runs[index.fqn].elements
 
 
-def _item(piece: Piece) -> WriteItem:
-    size, index = torch.Size([piece.tensor.numel]), MetadataIndex(piece.tensor.source.name, [piece.start])
-    data = TensorWriteData(_chunk(piece), _properties(piece.tensor.dtype), size)
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+def _item(name: str, run: Run) -> WriteItem:
+    chunk = _chunk(run.start, run.elements.numel())
+    data = TensorWriteData(chunk, TensorProperties(dtype=run.elements.dtype), chunk.sizes)
+    return WriteItem(MetadataIndex(name, [run.start]), WriteItemType.SHARD, tensor_data=data)
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numel]))
-
-
-def _properties(dtype: torch.dtype) -> TensorProperties:
-    return TensorProperties(dtype=dtype)
+def _chunk(start: int, numel: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([start]), torch.Size([numel]))

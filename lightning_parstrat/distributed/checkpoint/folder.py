@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-SKELETON = "checkpoint"
-"""The name under which rank 0 writes all that is not in pieces, with placeholders for tensors in pieces."""
+SKELETON = "checkpoint.pt"
+"""The file that rank 0 writes, by ``torch.save``: the checkpoint with placeholders for tensors that all ranks write."""
 
 METADATA = ".metadata"
-"""The index file, which has the place of each piece, by torch's name."""
+"""The index file, which has the place of each run of elements, by torch's name."""
 
 OF_ANOTHER_JOB = (
     "probably another job saves to the same folder. Give each job a separate folder (`dirpath` of ModelCheckpoint, or"
@@ -21,11 +21,6 @@ class CheckpointNotSavedError(RuntimeError):
 
 class CheckpointDamagedError(ValueError):
     """A checkpoint is truncated, damaged, or lacks a part."""
-
-
-def states_of(rank: int) -> str:
-    """The name under which a rank writes the state that it alone needs to resume."""
-    return f"ranks/{rank}"
 
 
 def file_of(rank: int) -> str:

@@ -1,58 +1,54 @@
 """A checkpoint that all ranks write together, by ``torch.distributed.checkpoint``: a file of each rank, and an index.
 
 Each tensor is 1-D in it, with its elements in memory order. So a shard is one run of them at any world size. Rank 0
-also writes the checkpoint in Lightning's form, with placeholders for these tensors. State that each rank alone needs to
-resume (random numbers) is in its file. Nothing is gathered.
+also writes the checkpoint in Lightning's form, with placeholders for these tensors. No tensor is gathered.
 """
 
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves, with_narrow_storage
-from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError, states_of
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, TensorSource, source_of
+from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError
+from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors, name_of
 from lightning_parstrat.distributed.comm.agreement import from_first_rank
 from lightning_parstrat.distributed.durable_files import (
     check_may_be_replaced,
     remove,
     remove_left_behind,
     temporary_name,
+    with_errors_of_the_disk,
 )
+from lightning_parstrat.distributed.engine.cuts import Run
 
 
 class Outline(NamedTuple):
-    """The message about a save that rank 0 sends to the others."""
+    """The message about a save that rank 0 sends to the others: the folder, and each tensor's dtype and elements."""
 
-    temporary: str
-    sources: dict[TensorSource, torch.dtype]
+    temporary: Path
+    tensors: dict[str, tuple[torch.dtype, int]]
 
 
 def save_sharded(
     checkpoint: Any,
     path: Path,
-    pieces: CheckpointPieces,
-    own: Any,
+    tensors: WrittenTensors,
     group: dist.ProcessGroup,
     asynchronous: bool = False,
 ) -> Callable[[], None] | None:
     """Writes a checkpoint, each rank its part. Collective.
 
-    Rank 0 sends the others the list of tensors (about 100 bytes each). From the cuts, all ranks know which rank
-    writes which part. When each rank has written and synced its own file, rank 0 writes the index and gives the folder
-    its name.
+    Rank 0 sends the others the list of tensors (about 100 bytes each). From the cuts, each rank knows which part it
+    writes. When each rank has written and synced its own file, rank 0 writes the index and gives the folder its name.
 
     Args:
         checkpoint: Rank 0's checkpoint, with placeholders in it. Those of other ranks are ignored.
         path: The folder. An existing one is replaced when all is written. All ranks must see the same file system.
-        pieces: Finds this rank's part of the tensors behind placeholders.
-        own: State that this rank alone needs to resume, such as a loader's.
+        tensors: Finds this rank's part of the tensors behind placeholders.
         group: The group of all ranks. It works on host memory.
         asynchronous: Whether to return when this rank has copied its part to host memory, while a thread writes the
             part. Until that save is waited for, only the thread may use the group.
@@ -66,37 +62,36 @@ def save_sharded(
     # Here, as it takes long to import.
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from lightning_parstrat.distributed.checkpoint.dcp import PiecesPlanner, PiecesWriter
+    from lightning_parstrat.distributed.checkpoint.dcp import FolderWriter, RunsOfRank
 
-    skeleton = io.BytesIO()
     outline = from_first_rank(
-        lambda: _prepare(checkpoint, path, skeleton), group, lambda failure: _not_saved(path, f"rank 0: {failure}")
+        lambda: _prepare(checkpoint, path), group, lambda failure: _not_saved(path, f"rank 0: {failure}")
     )
-    rank, tensors = dist.get_rank(group), pieces.tensors(outline.sources)
-    own_pieces = list(pieces.of_rank(tensors, rank))
-    held: dict[str, Tensor | io.BytesIO] | Exception
+    runs: dict[str, Run] = {}
+    failure: Exception | None = None
     try:
-        held = {SKELETON: skeleton} if rank == 0 else {}
-        held[states_of(rank)] = resumes = io.BytesIO()
-        torch.save(own, resumes)
-        for piece in own_pieces:
-            # Not as a part of a larger storage: torch would copy the part, and keep the copy until all is written.
-            part = with_narrow_storage(pieces.part(piece).to(piece.tensor.dtype))
-            copied = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
-            held[piece.tensor.source.name] = copied
+        for name, (dtype, _) in outline.tensors.items():
+            run = tensors.own_run(name)
+            if run is not None:
+                # Not as a part of a larger storage: torch would copy the part, and keep the copy until all is written.
+                part = with_narrow_storage(run.elements.to(dtype))
+                copied = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
+                runs[name] = Run(run.start, copied)
     except Exception as error:
         # The other ranks get the error when torch collects plans.
-        held = error
-    temporary = Path(outline.temporary)
+        failure = error
     arguments: dict[str, Any] = {
-        "storage_writer": PiecesWriter(temporary, path, tensors, pieces.of_rank(tensors)),
-        "planner": PiecesPlanner(own_pieces),
+        "storage_writer": FolderWriter(outline.temporary, path, outline.tensors),
+        "planner": RunsOfRank(runs, failure),
         "process_group": group,
     }
+    # One rank cleans up. Several would disturb each other on a shared file system.
+    removed = outline.temporary if dist.get_rank(group) == 0 else None
+    # torch gets no tensors: it would copy those of an asynchronous save as a whole, and runs are views of buckets.
     if asynchronous:
-        running = async_save({"held": held}, **arguments)
-        return lambda: _complete(path, running.result, temporary if rank == 0 else None)  # type: ignore[union-attr]
-    _complete(path, lambda: save({"held": held}, **arguments), temporary if rank == 0 else None)
+        running = async_save({}, **arguments)
+        return lambda: _complete(path, running.result, removed)  # type: ignore[union-attr]
+    _complete(path, lambda: save({}, **arguments), removed)
     return None
 
 
@@ -105,7 +100,6 @@ def _complete(path: Path, save: Callable[[], Any], temporary: Path | None) -> No
     try:
         save()
     except BaseException as error:
-        # One rank cleans up. Several would disturb each other on a shared file system.
         if temporary is not None:
             remove(temporary)
         failures: Mapping[int, Any] | None = getattr(error, "failures", None)
@@ -120,22 +114,28 @@ def _not_saved(path: Path, why: str) -> CheckpointNotSavedError:
     return CheckpointNotSavedError(f"{path} was not saved: {why}. Checkpoints that were saved before are unchanged.")
 
 
-def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:
-    """Does everything that may fail on rank 0 before any rank writes."""
+def _prepare(checkpoint: Any, path: Path) -> Outline:
+    """Does everything that may fail on rank 0 before any rank writes: for example, objects that cannot be pickled."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_may_be_replaced(path)
     remove_left_behind(path.parent)
-    sources: dict[TensorSource, torch.dtype] = {}
+    tensors: dict[str, tuple[torch.dtype, int]] = {}
     for leaf in leaves(checkpoint):
-        source = source_of(leaf.tensor)
-        if source is not None:
-            sources[source] = leaf.tensor.dtype
+        name = name_of(leaf.tensor)
+        if name is not None:
+            tensors[name] = leaf.tensor.dtype, leaf.tensor.numel()
         elif leaf.tensor.device.type == "meta" or isinstance(leaf.tensor, DTensor):
             raise ValueError(
                 "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook"
                 f" has changed {leaf.name}: leave it as it is, or use state_dict_type='full'."
             )
-    # Into memory, and now. An object that cannot be pickled fails before gigabytes have been written. Training may
-    # continue, and change the checkpoint's objects, before the file is written.
-    torch.save(checkpoint, skeleton)
-    return Outline(str(temporary_name(path.parent)), sources)
+    temporary = temporary_name(path.parent)
+    temporary.mkdir()
+    try:
+        # Now, as training may change the checkpoint's objects before an asynchronous save has ended.
+        with with_errors_of_the_disk(), open(temporary / SKELETON, "xb") as file:
+            torch.save(checkpoint, file)
+    except BaseException:
+        remove(temporary)
+        raise
+    return Outline(temporary, tensors)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardPlace
+from lightning_parstrat.core.tensor_trees import in_storage_order
 from lightning_parstrat.distributed.torch_compat import copy_all, users_of_storage
 
 
@@ -81,11 +82,7 @@ class ParameterSlot:
 
     def storage_order(self, unsharded: Tensor) -> Tensor:
         """A tensor of the parameter's shape as 1-D, with its elements in the order of the bucket."""
-        if unsharded.stride() != self.strides:
-            unsharded = torch.empty_strided(
-                unsharded.shape, self.strides, dtype=unsharded.dtype, device=unsharded.device
-            ).copy_(unsharded)
-        return unsharded.as_strided((unsharded.numel(),), (1,))
+        return in_storage_order(unsharded, self.strides)
 
     def part_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a tensor of the parameter's shape: a view, if its strides are the bucket's."""

@@ -1,38 +1,50 @@
-"""Which elements of a parameter in a bucket each rank keeps the state of, for checkpoints that all ranks write."""
+"""Which elements of a parameter each rank keeps the state of, and which of them it writes to a checkpoint."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_parstrat.core.cuts import Cut
-from lightning_parstrat.core.tensor_trees import in_storage_order
+from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
-from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS
+
+
+class Cut(NamedTuple):
+    """How a parameter and its state are cut. Elements are counted in storage order.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        strides: Strides with which the whole parameter's elements lie in storage order.
+        own: The elements whose state this rank keeps, maybe none.
+        written: Those that this rank writes. If other ranks keep the same elements, all of them write equal parts.
+        key: The key of this rank's state in ``optimizer.state``. If it keeps none, None.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    own: slice
+    written: slice
+    key: Tensor | None
+
+
+class Run(NamedTuple):
+    """Elements of a tensor in storage order, from ``start`` on: 1-D. One that is loaded holds this rank's part."""
+
+    start: int
+    elements: Tensor
 
 
 def cuts_in_buckets(slots: Mapping[Tensor, ParameterSlot]) -> dict[Tensor, Cut]:
     """How parameters in buckets are cut. Every rank has all of each parameter, and the state of its shard."""
-    return {parameter: _cut(slot) for parameter, slot in slots.items()}
+    return {parameter: cut_in_bucket(slot, slot.bucket.place) for parameter, slot in slots.items()}
 
 
-def _cut(slot: ParameterSlot) -> Cut:
-    place, own = slot.place, None if slot.shard_slice is None else slot.shard_slice.elements
-
-    def of_parameter(elements: slice) -> Tensor:
-        return slot.storage_order(slot.parameter.detach())[elements]
-
-    def of_state(optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
-        shard = slot.shard
-        if shard is None or own is None:
-            raise AssertionError("a part of a state was asked for on a rank that owns nothing of it")
-        of_shard: Mapping[str, Any] = optimizer.state.get(shard, {})
-        value: Tensor | None = shard if entry == MASTER_WEIGHTS else of_shard.get(entry)
-        if value is None:
-            return None
-        return in_storage_order(value.detach())[elements.start - own.start : elements.stop - own.start]
-
-    bounds = slot.bucket.layout.bounds
-    shape = slot.parameter.shape
-    return Cut(id(slot.bucket), bounds, place.offset, place.numel, shape, slot.strides, own, of_parameter, of_state)
+def cut_in_bucket(slot: ParameterSlot, place: ShardPlace) -> Cut:
+    """How a parameter is cut for the rank with that part of the state."""
+    layout, (shard, copy, copies) = slot.bucket.layout, place
+    part = layout.slice_of(slot.place, shard)
+    own = slice(0, 0) if part is None else part.elements
+    start, numel = layout.bounds[shard] - slot.place.offset, layout.shard_numel(shard)
+    first, last = (start + numel * number // copies for number in (copy, copy + 1))
+    written = slice(max(first, own.start), min(last, own.stop))
+    return Cut(tuple(slot.parameter.shape), slot.strides, own, written, slot.shard)

@@ -19,6 +19,7 @@ from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
+from lightning_parstrat.distributed.engine.cuts import Run
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
 MASTER_WEIGHTS = "master_weights"
@@ -73,12 +74,6 @@ class PartOfState(NamedTuple):
     elements: slice
     dtypes: dict[str, torch.dtype]
     others: dict[str, Any]
-
-
-class OwnPart(NamedTuple):
-    """This rank's part of an entry without an unsharded tensor, 1-D in storage order."""
-
-    elements: Tensor
 
 
 def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -202,7 +197,7 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
 
 
 @torch.no_grad()
-def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None) -> None:
+def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | Run | None) -> None:
     """Takes over this rank's part. If the parameter has another value at the next step, the step uses that value."""
     if slot.shard is None or unsharded is None:
         return
@@ -369,7 +364,7 @@ def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, Parame
 
 def shard_value(value: Any, slot: ParameterSlot) -> Any:
     """This rank's part of one entry of a parameter's state. Entries without the parameter's shape are replicated."""
-    if isinstance(value, OwnPart) and slot.shard is not None:
+    if isinstance(value, Run) and slot.shard is not None:
         part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
     elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
         return value.clone() if isinstance(value, Tensor) else value

@@ -1,14 +1,12 @@
-"""Which elements of a parameter each rank holds when FSDP2 has sharded it, for checkpoints that all ranks write."""
+"""Which elements of a parameter each rank holds when FSDP2 has sharded it."""
 
-import functools
 from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lightning_parstrat.core.cuts import Cut
+from lightning_parstrat.distributed.engine.cuts import Cut
 from lightning_parstrat.distributed.gradients.local_tensors import local
 
 
@@ -22,19 +20,9 @@ def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
 
 
 def _cut(parameter: DTensor) -> Cut:
-    ranks, rows, numel = parameter.device_mesh.size(), parameter.shape[0], parameter.numel()
     # As torch cuts. Beyond the last row there are no elements.
-    length = -(-rows // ranks) * (numel // rows)
-    bounds = range(0, length * ranks + 1, length)
+    rows, numel = parameter.shape[0], parameter.numel()
+    length = -(-rows // parameter.device_mesh.size()) * (numel // rows)
     begin = min(dist.get_rank() * length, numel)
     own = slice(begin, begin + local(parameter).numel())
-
-    def here(tensor: Tensor, elements: slice) -> Tensor:
-        return local(tensor.detach()).reshape(-1)[elements.start - begin : elements.stop - begin]
-
-    def of_state(optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
-        value = optimizer.state.get(parameter, {}).get(entry)
-        return None if value is None else here(value, elements)
-
-    of_parameter = functools.partial(here, parameter)
-    return Cut(bounds, bounds, 0, numel, parameter.shape, parameter.stride(), own, of_parameter, of_state)
+    return Cut(tuple(parameter.shape), parameter.stride(), own, own, parameter)

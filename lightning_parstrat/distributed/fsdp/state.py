@@ -13,7 +13,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.state import OwnPart
+from lightning_parstrat.distributed.engine.cuts import Run
 
 
 def gather(value: Any, keep: bool) -> Any:
@@ -113,14 +113,14 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
     return replace_leaves(tree, whole)
 
 
-def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
+def shard_like(value: Tensor | Run, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, sharded as a parameter is. If the parameter is whole, a copy. Not collective.
 
     Args:
         value: The whole tensor, or this rank's part of it.
         parameter: A parameter of the whole tensor's shape.
     """
-    if isinstance(value, OwnPart):
+    if isinstance(value, Run):
         return _with_own_part(value.elements, parameter)
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
@@ -223,6 +223,6 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
 
 def fits_parameter(value: Any, parameter: Tensor) -> bool:
     """Whether a value is cut as its parameter is: a tensor of the parameter's shape, or this rank's part of one."""
-    if isinstance(value, OwnPart):
+    if isinstance(value, Run):
         return True
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -24,8 +24,15 @@ from lightning_parstrat.distributed.durable_files import (
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
-FORMAT = 4
+FORMAT = 5
 """Version of the entries under that key, and of sharded checkpoints."""
+
+RESUME = "resume"
+"""The key of what ranks need to resume, among this package's entries of a checkpoint.
+
+``ranks`` has the state of each rank. ``within_epoch`` says whether the epoch's iterators had been made, and
+``validation_is_due`` whether a resumed training validates before it trains.
+"""
 
 _MAGIC_OF_ZIP = b"PK\x03\x04"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
@@ -160,18 +167,3 @@ def _explained(error: Exception, path: str | Path) -> MisconfigurationException 
         f"{path} is truncated: its {local.stat().st_size} bytes end before the checkpoint does. Its program ended while"
         " writing it, or it was copied incompletely. Copy it again, or resume from another one."
     )
-
-
-def local_path_of_folder(filepath: str | Path) -> Path:
-    """The local path of a sharded checkpoint.
-
-    Raises:
-        MisconfigurationException: The path is not on this machine.
-    """
-    local = local_path(filepath)
-    if local is None:
-        raise MisconfigurationException(
-            f"state_dict_type='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
-            " a local `dirpath`, or state_dict_type='full'."
-        )
-    return local

@@ -23,26 +23,25 @@ from lightning_parstrat.distributed.checkpoint.folder import (
     CheckpointNotSavedError,
     is_sharded_checkpoint,
 )
-from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
-from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank, any_rank_for_each
+from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
-from lightning_parstrat.distributed.engine.state import check_shapes
+from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, check_shapes
+from lightning_parstrat.distributed.engine.stepping import is_sharded
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     CHECKPOINT_KEY,
     FORMAT,
+    RESUME,
     check_readable,
     local_path,
-    local_path_of_folder,
 )
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import can_be_resumed
 from lightning_parstrat.strategies.checkpoint.pending_save import PendingSave, exists_when_saved, prepare_callbacks
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, own_job
 from lightning_parstrat.strategies.checkpoint.resume import Resume
-from lightning_parstrat.strategies.checkpoint.states_in_files import RESUME, restored_files, with_states_of_all
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import trainer_of, unwrapped
@@ -126,9 +125,7 @@ class Checkpoints(Part):
         """
         optimizer = unwrapped(optimizer)
         if not self._state.is_sharded(optimizer):
-            state = by_lightning(optimizer)
-            number = self._state.optimizers.index(optimizer)
-            return with_placeholders_for_state(state, optimizer, number) if self.are_sharded else state
+            return by_lightning(optimizer)
         if self._absent:
             return {"state": {}, "param_groups": []}
         with watching(_SAVE, _SAVE_ON_ALL):
@@ -169,13 +166,13 @@ class Checkpoints(Part):
         with watching(f"{_SAVE} of {filepath}", _SAVE_ON_ALL):
             self._ranks.wait_for_all()
             checkpoint = self._state.completed(checkpoint, gathers=not self.are_sharded)
-            if self.are_sharded:
-                self._save_sharded(checkpoint, filepath, storage_options)
-                return
             # The ranks agree on it, because a user's hook may have changed the checkpoint on some ranks only.
             control = self._ranks.control
             resumes = self._resume.gather(control, any_rank(can_be_resumed(checkpoint), control))
             checkpoint = self._with_own_entries(checkpoint, resumes)
+            if self.are_sharded:
+                self._save_sharded(checkpoint, filepath, storage_options)
+                return
             # Other ranks wait for rank 0's result. Without it they would continue, and hang in the next collective.
             all_or_none(
                 lambda: by_lightning(self._state.with_own_storage(checkpoint), filepath, storage_options),
@@ -187,17 +184,19 @@ class Checkpoints(Part):
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError("`storage_options` do not apply to a sharded checkpoint: leave them out.")
-        path = local_path_of_folder(filepath)
+        path = local_path(filepath)
+        if path is None:
+            raise MisconfigurationException(
+                f"state_dict_type='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere."
+                " Choose a local `dirpath`, or state_dict_type='full'."
+            )
         self.wait_for_saves()
-        resumes = self._resume.gather(None, any_rank(can_be_resumed(checkpoint), self._ranks.control))
-        checkpoint = self._with_own_entries(checkpoint, {**resumes, "ranks": self._ranks.world_size})
-        pieces = self._state.pieces()
+        tensors = self._state.tensors()
         if self._strategy.is_global_zero:
-            checkpoint = pieces.with_placeholders(self._state.with_own_storage(checkpoint))
+            checkpoint = tensors.with_placeholders(self._state.with_own_storage(checkpoint))
         # Before and after training, no later call would wait for the end of the save.
         asynchronous = self._policy.async_save and self._trains and not self._ranks.is_interrupted
-        (states,) = resumes["ranks"]
-        save = save_sharded(checkpoint, path, pieces, states, self._ranks.of_checkpoints, asynchronous)
+        save = save_sharded(checkpoint, path, tensors, self._ranks.of_checkpoints, asynchronous)
         if save is not None:
             self._pending.begin(save)
 
@@ -234,8 +233,8 @@ class Checkpoints(Part):
     ) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or all raise.
 
-        A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, only the weights are
-        read: ranks take turns to read and broadcast them. Later, each rank reads its part of the optimizers' states.
+        A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, each rank reads the
+        weights, and later its part of the optimizers' states.
 
         Raises:
             MisconfigurationException: It is not a checkpoint, or is damaged, or a newer version has written it. Or a
@@ -245,64 +244,28 @@ class Checkpoints(Part):
         what = f"loading {path}"
         with watching(what):
             checkpoint = self._all_or_none(lambda: self._open(by_lightning, path, weights_only), what)
-            if self._agreed_sharded(checkpoint is None, path):
-                # In a second call, because ranks read the weights together: no rank may have failed before.
-                loaded = self._loaded_shards
-                checkpoint = self._all_or_none(lambda: self._state.filled(loaded), what)
-                own = self._with_states_of_ranks(checkpoint.get(CHECKPOINT_KEY, {}), what)
-                checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
-        own = self.loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
-        if self._ranks.have_joined and not all_have_same(own.get("save", 0), self._ranks.control):
-            raise MisconfigurationException(f"Ranks have read different checkpoints at {path}: {OF_ANOTHER_JOB}")
+            own = checkpoint.get(CHECKPOINT_KEY, {})
+            # By the number of the save, they also differ if some have found a file and some a folder.
+            if self._ranks.have_joined and not all_have_same(own.get("save", 0), self._ranks.control):
+                raise MisconfigurationException(f"Ranks have read different checkpoints at {path}: {OF_ANOTHER_JOB}")
+        self.loaded_entries = own
         check_job(own, path)
         self._resume.load(checkpoint, own)
         # Hooks get the same as under stock strategies.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
-    def _open(
-        self,
-        by_lightning: _Load,
-        path: str | Path,
-        weights_only: bool | None,
-    ) -> dict[str, Any] | None:
-        """The content of a file. None for a folder: only its skeleton is read here."""
-        self._loaded = None
-        local = local_path(path)
+    def _open(self, by_lightning: _Load, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """The content. Of a folder, without the optimizers' tensors."""
+        self._loaded, local = None, local_path(path)
         if local is not None:
             recover(local)
         if local is not None and is_sharded_checkpoint(local):
-            group = self._ranks.control.group if self._ranks.have_joined else None
-            self._loaded = ShardedCheckpoint(local, weights_only, group)
+            self._loaded = ShardedCheckpoint(local, weights_only)
             check_readable(self._loaded.skeleton, path)
-            return None
+            return self._state.filled(self._loaded)
         checkpoint = by_lightning(path, weights_only)
         check_readable(checkpoint, path)
         return checkpoint
-
-    def _agreed_sharded(self, is_sharded: bool, path: str | Path) -> bool:
-        """Whether the ranks have found a sharded checkpoint. Collective.
-
-        Raises:
-            MisconfigurationException: Some ranks have found a file, and some a folder.
-        """
-        if not self._ranks.have_joined:
-            return is_sharded
-        some, others = any_rank_for_each([is_sharded, not is_sharded], self._ranks.control)
-        if some and others:
-            raise MisconfigurationException(f"{path} is a file on some nodes and a folder on others.")
-        return some
-
-    @property
-    def _loaded_shards(self) -> ShardedCheckpoint:
-        if self._loaded is None:
-            raise AssertionError("a sharded checkpoint was to be read before it was opened")
-        return self._loaded
-
-    def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """This package's entries with the states from ranks' files. Collective: all ranks succeed, or all raise."""
-        joined, loaded = self._ranks.have_joined, self._loaded_shards
-        files = restored_files(own, self._ranks.rank if joined else 0, self._ranks.world_size if joined else 1)
-        return with_states_of_all(own, self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what))
 
     def _all_or_none(self, action: Callable[[], Any], what: str) -> Any:
         """The result of an action, if it succeeds on all ranks. Collective."""
@@ -335,8 +298,12 @@ class Checkpoints(Part):
         names = {} if module is None else {parameter: name for name, parameter in module.named_parameters()}
         for optimizer, state in zip(optimizers, states, strict=False):
             check_shapes(optimizer, state, names)
-            read = None if self._loaded is None else self._reads_part_of(optimizer)
-            optimizer.load_state_dict(self._state.own_part(optimizer, state, read))
+            if not is_sharded(optimizer):
+                # No other optimizer steps master weights. They would be read whole.
+                state = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
+            if self._loaded is not None:
+                state = self._part_of(self._loaded, optimizer, state)
+            optimizer.load_state_dict(self._state.own_part(optimizer, state, is_mapped=self._loaded is None))
             _to_device(optimizer, self._strategy.root_device)
         self._loaded = None
         trainer = trainer_of(module)
@@ -344,17 +311,10 @@ class Checkpoints(Part):
             # Not earlier, because Lightning makes the training's loaders next.
             self._resume.before_loaders()
 
-    def _reads_part_of(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        loaded, cuts = self._loaded_shards, self._state.cuts_of(optimizer)
-
-        def read(state: dict[str, Any]) -> dict[str, Any]:
-            with watching("loading an optimizer's state"):
-                part: dict[str, Any] = self._all_or_none(
-                    lambda: loaded.own_parts(optimizer, state, cuts), "reading its part"
-                )
-                return part
-
-        return read
+    def _part_of(self, loaded: ShardedCheckpoint, optimizer: Optimizer, state: dict[str, Any]) -> Any:
+        cuts = self._state.cuts_of(optimizer)
+        with watching("loading an optimizer's state"):
+            return self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), "reading its part")
 
     @override
     def on_train_start(self) -> None:

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.cuts import Cut
-from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
+from lightning_parstrat.distributed.engine.cuts import Cut, Run
+from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
 from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
@@ -72,7 +71,7 @@ class FullyShardedState(TrainingState):
     def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
         state = optimizer.state_dict()
         if saves_sharded:
-            state = with_placeholders_for_state(state, optimizer, self.optimizers.index(optimizer))
+            state = self.tensors().with_placeholders(state)
         return gather_optimizer_state(state, self._strategy.is_global_zero)
 
     @override
@@ -85,17 +84,13 @@ class FullyShardedState(TrainingState):
     @override
     def filled(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
         filled, named = super().filled(loaded), dict(self._module.named_parameters(remove_duplicate=False))
-        parts = {name: part for name, part in filled["state_dict"].items() if isinstance(part, OwnPart)}
+        parts = {name: part for name, part in filled["state_dict"].items() if isinstance(part, Run)}
         filled["state_dict"].update({name: shard_like(part, named[name]) for name, part in parts.items()})
         return filled
 
     @override
-    def own_part(
-        self, optimizer: Optimizer, state: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] | None
-    ) -> dict[str, Any]:
-        # No optimizer steps master weights here. They would be read whole.
-        own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
-        return shard_optimizer_state(optimizer, own if read is None else read(own))
+    def own_part(self, optimizer: Optimizer, state: dict[str, Any], is_mapped: bool) -> dict[str, Any]:
+        return shard_optimizer_state(optimizer, state)
 
     @override
     def cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
     complete_last_batch,
@@ -29,7 +30,6 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     set_back,
     validate_or_pass_over,
 )
-from lightning_parstrat.strategies.checkpoint.states_in_files import RESUME
 from lightning_parstrat.strategies.data.places import (
     Moment,
     Place,

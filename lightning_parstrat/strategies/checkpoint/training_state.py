@@ -1,6 +1,6 @@
 """The state of a module and its optimizers, as checkpoints hold it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,13 +8,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import replace_leaves, with_own_storage
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, TensorSource, placeholder
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors, name_of_state, placeholder
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
-from lightning_parstrat.distributed.engine.cuts import cuts_in_buckets
-from lightning_parstrat.distributed.engine.state import StandIn, gather_state_dict
+from lightning_parstrat.distributed.engine.cuts import Cut, cuts_in_buckets
+from lightning_parstrat.distributed.engine.state import gather_state_dict
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
@@ -65,16 +64,12 @@ class TrainingState:
             optimizer: The user's optimizer.
             saves_sharded: Whether the shards are not gathered, and placeholders take the place of tensors.
         """
-        stand_in = self._stand_in_for(optimizer) if saves_sharded else None
-        return gather_state_dict(optimizer, sharding_of(optimizer).shards, stand_in=stand_in)
-
-    def _stand_in_for(self, optimizer: Optimizer) -> StandIn:
         number = self.optimizers.index(optimizer)
 
         def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
-            return placeholder(slot.parameter.shape, slot.strides, dtype, TensorSource(number, position, entry))
+            return placeholder(slot.parameter.shape, slot.strides, dtype, name_of_state(number, position, entry))
 
-        return stand_in
+        return gather_state_dict(optimizer, sharding_of(optimizer).shards, stand_in=stand_in if saves_sharded else None)
 
     def completed(self, checkpoint: dict[str, Any], gathers: bool) -> dict[str, Any]:
         """A checkpoint whose entries from hooks are whole, too. Collective if it ``gathers``."""
@@ -86,31 +81,27 @@ class TrainingState:
         saved: dict[str, Any] = with_own_storage(checkpoint, storages) if storages else checkpoint
         return saved
 
-    def pieces(self) -> CheckpointPieces:
-        """Which rank writes which part of a sharded checkpoint."""
+    def tensors(self) -> WrittenTensors:
+        """The tensors of a sharded checkpoint, and which part of each a rank writes."""
         cuts = {None: self._cuts_of_parameters(), **{n: self.cuts_of(one) for n, one in enumerate(self.optimizers)}}
-        return CheckpointPieces(self._written_parameters(), self.optimizers, cuts, self._groups_with_a_copy)
+        return WrittenTensors(self._written_parameters(), self.optimizers, cuts)
 
     def filled(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
-        """The content of a sharded checkpoint, without the optimizers' tensors. Collective."""
+        """The content of a sharded checkpoint, without the optimizers' tensors."""
         states = {key: value for key, value in loaded.skeleton.items() if key == "optimizer_states"}
         rest = {key: value for key, value in loaded.skeleton.items() if key not in states}
         cuts: dict[Any, Cut] = {("state_dict", name): cut for name, cut in self._cuts_of_weights().items()}
         return {**loaded.filled(rest, cuts.get), **states}
 
-    def own_part(
-        self, optimizer: Optimizer, state: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] | None
-    ) -> dict[str, Any]:
-        """The state that this rank gives to an optimizer, of a loaded state.
+    def own_part(self, optimizer: Optimizer, state: dict[str, Any], is_mapped: bool) -> dict[str, Any]:
+        """The state that this rank gives to an optimizer, of a loaded state in torch's own format.
 
         Args:
             optimizer: The user's optimizer.
-            state: The loaded state in torch's own format.
-            read: Reads this rank's part of a sharded checkpoint's state. None if ``state`` has the tensors.
+            state: The loaded state, with whole tensors or this rank's parts.
+            is_mapped: Whether its tensors are mapped from a file.
         """
-        if read is not None:
-            return read(state)
-        if is_sharded(optimizer):
+        if is_sharded(optimizer) or not is_mapped:
             return state
         # Steps in place on mapped tensors would copy each page on its first write, and keep the file open.
         copied: dict[str, Any] = replace_leaves(state, torch.clone)
@@ -136,10 +127,3 @@ class TrainingState:
     @property
     def _shardings(self) -> list[OptimizerSharding]:
         return [sharding_of(one) for one in self.optimizers if is_sharded(one)]
-
-    @property
-    def _groups_with_a_copy(self) -> Sequence[Sequence[int]]:
-        """For each copy of the sharded state, the ranks that hold it together, in the order of their shards."""
-        # From the optimizers, because they stay sharded when the training has ended.
-        groups = (sharding.shard_groups.groups for sharding in self._shardings if sharding.buckets)
-        return next(groups, (range(self._strategy.world_size),))

@@ -185,12 +185,11 @@ def test_a_file_is_what_ddp_writes_and_a_folder_holds_the_same(
     full = load(paths["full"])
     for form in ("sharded", "async"):
         files = {path.name for path in paths[form].iterdir()}
-        assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))}
+        assert files == {".metadata", "checkpoint.pt", *(f"__{rank}_0.distcp" for rank in range(ranks))}
         assert_same(without_own(load(paths[form])), without_own(full), as_stored=True)
     assert main(["consolidate", str(paths["sharded"]), str(paths["made"])]) == 0
     made = load(paths["made"])
     assert_same(without_own(made), without_own(full), as_stored=True)
-    # Each rank has its random numbers in its own file; here they are of all ranks.
     assert len(full[CHECKPOINT_KEY]["resume"]["ranks"]) == ranks
     assert_same(made[CHECKPOINT_KEY]["resume"], full[CHECKPOINT_KEY]["resume"], as_stored=True)
     # Tied weights are written once.

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves
-from lightning_parstrat.distributed.checkpoint.pieces import source_of
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.checkpoint.tensors import name_of
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor
@@ -96,5 +96,5 @@ def elements_of(path: Path) -> dict[str, torch.Tensor]:
     """What the ranks' files hold, by the names of the tensors, 1-D."""
     checkpoint = ShardedCheckpoint(path, weights_only=True)
     filled = {leaf.path: leaf.tensor for leaf in leaves(checkpoint.filled(checkpoint.skeleton))}
-    named = {leaf.path: source_of(leaf.tensor) for leaf in leaves(checkpoint.skeleton)}
-    return {source.name: in_storage_order(filled[where]) for where, source in named.items() if source is not None}
+    named = {leaf.path: name_of(leaf.tensor) for leaf in leaves(checkpoint.skeleton)}
+    return {name: in_storage_order(filled[where]) for where, name in named.items() if name is not None}
