@@ -28,7 +28,7 @@ from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
-from lightning_parstrat.distributed.durable_files import recover, remove_atomically
+from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, check_shapes
 from lightning_parstrat.distributed.engine.stepping import is_sharded
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
@@ -219,9 +219,6 @@ class Checkpoints(Part):
         local = local_path(filepath)
         if self._pending.is_under_way and local is not None:
             self._pending.remove_later(local)
-        elif local is not None and is_sharded_checkpoint(local):
-            if self._strategy.is_global_zero:
-                remove_atomically(local)
         else:
             by_lightning(filepath)
 
