@@ -4,8 +4,7 @@ Each writes a file of its own, which a load has to find, and tells rank 0 as muc
 """
 
 import pickle
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ class OtherRanks:
         self._recorder = recorder
         self.folder: Path | None = None
         self._written: dict[int, Any] = {}
-        self._slots: dict[int, Any] = {}
-        self._positions: list[int] = []
-        self._cuts: dict[str, Any] = {}
+        self._slots: Mapping[int, Any] = {}
 
     def broadcast(self, original: Callable[..., None]) -> Callable[..., None]:
         """``dist.broadcast_object_list``: what this rank receives is what it would have sent itself."""
@@ -80,26 +77,6 @@ class OtherRanks:
         self._recorder.note_metadata(received)
         scatter_object_output_list[0] = own
 
-    def cuts(self, original: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
-        """``cuts_in_buckets`` that remembers what is cut, for what the others write."""
-
-        def cuts_in_buckets(slots: Any) -> dict[Any, Any]:
-            cuts = original(slots)
-            self._slots.update({id(cut): (cut, slots[parameter]) for parameter, cut in cuts.items()})
-            return cuts
-
-        return cuts_in_buckets
-
-    def own_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``WrittenTensors.own_run`` that remembers how the tensor is cut."""
-
-        def own_run(tensors: Any, name: str) -> Any:
-            with not_counting_calls():
-                self._cuts[name] = tensors._held[name][1]
-            return original(tensors, name)
-
-        return own_run
-
     def write_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``FolderWriter.write_data`` that has the others write theirs, where rank 0 is played."""
 
@@ -116,32 +93,31 @@ class OtherRanks:
 
         return write
 
-    def _runs_of(self, rank: int, size: int, tensors: Any) -> dict[str, Run]:
-        """Zeros in place of what another rank writes."""
-        runs = {}
-        for name, (dtype, numel) in tensors.items():
-            written = slice(0, numel if zlib.crc32(name.encode()) % size == rank else 0)
-            if (cut := self._cuts[name]) is not None:
-                slot = self._slots[id(cut)][1]
-                copy, shard = divmod(rank, size // slot.bucket.place.copies)
-                written = cut_in_bucket(slot, ShardPlace(shard, copy, slot.bucket.place.copies)).written
+    def _runs_of(self, rank: int, size: int, tensors: Mapping[str, tuple[torch.dtype, int]]) -> dict[str, Run]:
+        """Zeros in place of what another rank writes. The optimizer has the parameters in the module's order."""
+        runs, parameters = {}, (name for name in tensors if name.startswith("state_dict"))
+        positions = {name: position for position, name in enumerate(parameters)}
+        for name, (dtype, _) in tensors.items():
+            slot = self._slots[positions[name] if name in positions else int(name.split("/")[3])]
+            copy, shard = divmod(rank, size // slot.bucket.place.copies)
+            written = cut_in_bucket(slot, ShardPlace(shard, copy, slot.bucket.place.copies)).written
             if written.start < written.stop:
                 runs[name] = Run(written.start, torch.zeros(written.stop - written.start, dtype=dtype))
         return runs
 
     def described(self, original: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-        """``_described`` that remembers the positions of parameters, of which others own other parts."""
+        """``_described`` that remembers the places of parameters, of which others own other parts."""
 
         def described(optimizer: Any, slots: Any) -> dict[int, Any]:
-            self._positions = list(slots)
+            self._slots = slots
             return original(optimizer, slots)
 
         return described
 
     def gather_object(self, value: Any, group: Any) -> list[Any]:
         """``gather_object`` of the package: the others send what this rank would, and have the same."""
-        is_state = bool(value) and isinstance(value, dict) and value.keys() <= set(self._positions)
-        theirs = dict.fromkeys(self._positions, next(iter(value.values()))) if is_state else value
+        is_state = bool(value) and isinstance(value, dict) and value.keys() <= self._slots.keys()
+        theirs = dict.fromkeys(self._slots, next(iter(value.values()))) if is_state else value
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         is_root = group.rank() == 0
         for other in range(1, group.size()) if is_root else [0]:

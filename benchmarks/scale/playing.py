@@ -22,12 +22,10 @@ from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.checkpoint.dcp import FolderWriter
-from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Streams
 from lightning_parstrat.distributed.engine import state
-from lightning_parstrat.strategies.checkpoint import training_state
 
 
 @contextmanager
@@ -50,8 +48,6 @@ def playing(recorder: Recorder, rank: int, size: int, ranks_per_node: int = 8) -
         *_everywhere(agreement.gather_object, others.gather_object),
         mock.patch.object(FolderWriter, "write_data", others.write_data(FolderWriter.write_data)),
         mock.patch.object(state, "_described", others.described(state._described)),
-        mock.patch.object(WrittenTensors, "own_run", others.own_run(WrittenTensors.own_run)),
-        mock.patch.object(training_state, "cuts_in_buckets", others.cuts(training_state.cuts_in_buckets)),
         mock.patch.object(dist, "gather_object", others.gather),
         mock.patch.object(dist, "scatter_object_list", others.scatter),
         *_naming_groups(recorder),
