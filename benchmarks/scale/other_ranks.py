@@ -4,7 +4,7 @@ Each writes a file of its own, which a load has to find, and tells rank 0 as muc
 """
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from benchmarks.scale.recorder import Recorder, not_counting_calls
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.checkpoint.dcp import FolderWriter, RunsOfRank
 from lightning_parstrat.distributed.checkpoint.writing import Outline
-from lightning_parstrat.distributed.engine.cuts import Run, cut_in_bucket
+from lightning_parstrat.distributed.engine.buckets import ParameterSlot
+from lightning_parstrat.distributed.engine.cuts import Cut, Run, cut_in_bucket
+from lightning_parstrat.distributed.engine.state import PartOfState, Shards, grouped_parameters
 
 _SENT_BY_RANK_0: dict[int, Outline] = {}
 """By the number of ranks: rank 0 is played first."""
@@ -30,7 +32,8 @@ class OtherRanks:
         self._recorder = recorder
         self.folder: Path | None = None
         self._written: dict[int, Any] = {}
-        self._slots: Mapping[int, Any] = {}
+        self._slots: Mapping[int, ParameterSlot] = {}
+        self._holders: Sequence[int] = ()
 
     def broadcast(self, original: Callable[..., None]) -> Callable[..., None]:
         """``dist.broadcast_object_list``: what this rank receives is what it would have sent itself."""
@@ -99,30 +102,45 @@ class OtherRanks:
         positions = {name: position for position, name in enumerate(parameters)}
         for name, (dtype, _) in tensors.items():
             slot = self._slots[positions[name] if name in positions else int(name.split("/")[3])]
-            copy, shard = divmod(rank, size // slot.bucket.place.copies)
-            written = cut_in_bucket(slot, ShardPlace(shard, copy, slot.bucket.place.copies)).written
+            written = _cut_of(rank, size, slot).written
             if written.start < written.stop:
                 runs[name] = Run(written.start, torch.zeros(written.stop - written.start, dtype=dtype))
         return runs
 
-    def described(self, original: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-        """``_described`` that remembers the places of parameters, of which others own other parts."""
+    def own_parts(self, original: Callable[..., list[PartOfState]]) -> Callable[..., list[PartOfState]]:
+        """``_own_parts`` that remembers the places of parameters, of which others own other parts."""
 
-        def described(optimizer: Any, slots: Any) -> dict[int, Any]:
-            self._slots = slots
-            return original(optimizer, slots)
+        def own_parts(optimizer: Any, shards: Shards) -> list[PartOfState]:
+            parameters = grouped_parameters(optimizer)
+            self._slots = {number: shards.slots[one] for number, one in enumerate(parameters) if one in shards.slots}
+            self._holders = shards.ranks
+            return original(optimizer, shards)
 
-        return described
+        return own_parts
+
+    def _parts_of(self, rank: int, size: int, like: PartOfState) -> list[PartOfState]:
+        """What another rank describes: its elements, with the entries that this rank has."""
+        if rank not in self._holders:
+            return []
+        cuts = {position: _cut_of(rank, size, slot).own for position, slot in self._slots.items()}
+        return [like._replace(position=n, elements=own) for n, own in cuts.items() if own.start < own.stop]
 
     def gather_object(self, value: Any, group: Any) -> list[Any]:
-        """``gather_object`` of the package: the others send what this rank would, and have the same."""
-        is_state = bool(value) and isinstance(value, dict) and value.keys() <= self._slots.keys()
-        theirs = dict.fromkeys(self._slots, next(iter(value.values()))) if is_state else value
+        """``gather_object`` of the package: the others send what this rank would, and have the same, or their parts."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        is_root = group.rank() == 0
-        for other in range(1, group.size()) if is_root else [0]:
+        is_root, size = group.rank() == 0, group.size()
+        for other in range(1, size) if is_root else [0]:
             for message in (torch.tensor([content.numel()]), content):
                 move = group.recv if is_root else group.send
                 move([message.clone()], other, 0).wait()
             self._recorder.note_metadata(content.numel() if is_root else 0)
-        return [value, *[theirs] * (group.size() - 1)] if is_root else []
+        if not is_root:
+            return []
+        is_state = isinstance(value, list) and value and isinstance(value[0], PartOfState)
+        return [value, *(self._parts_of(rank, size, value[0]) if is_state else value for rank in range(1, size))]
+
+
+def _cut_of(rank: int, size: int, slot: ParameterSlot) -> Cut:
+    copies = slot.bucket.place.copies
+    copy, shard = divmod(rank, size // copies)
+    return cut_in_bucket(slot, ShardPlace(shard, copy, copies))

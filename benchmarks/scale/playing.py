@@ -47,7 +47,7 @@ def playing(recorder: Recorder, rank: int, size: int, ranks_per_node: int = 8) -
         mock.patch.object(ExchangeThreads, "see_through", _at_once),
         *_everywhere(agreement.gather_object, others.gather_object),
         mock.patch.object(FolderWriter, "write_data", others.write_data(FolderWriter.write_data)),
-        mock.patch.object(state, "_described", others.described(state._described)),
+        mock.patch.object(state, "_own_parts", others.own_parts(state._own_parts)),
         mock.patch.object(dist, "gather_object", others.gather),
         mock.patch.object(dist, "scatter_object_list", others.scatter),
         *_naming_groups(recorder),
