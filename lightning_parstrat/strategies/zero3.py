@@ -14,16 +14,18 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import count_of, counted
-from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreement, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module
 from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
 from lightning_parstrat.distributed.engine.shardability import check_parameters
+from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
 from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
@@ -190,10 +192,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Creates the optimizers. Collective.
 
         Raises:
-            ValueError: An optimizer cannot step sharded parameters.
+            ValueError: An optimizer cannot step sharded parameters, or does not have the same ones on all ranks.
         """
         super().setup_optimizers(trainer)
-        prepare_optimizers(trained(self.optimizers), self._ranks.control)
+        optimizers = trained(self.optimizers)
+        stepped = [set(grouped_parameters(optimizer)) for optimizer in optimizers]
+        # A shard that no optimizer of its rank has would stay as it is, while the others of its parameter move.
+        parameters = self._training_module.named_parameters()
+        stepped_by = [(name, [parameter in one for one in stepped]) for name, parameter in parameters]
+        check_agreement(self._ranks.control, digest(stepped_by))
+        prepare_optimizers(optimizers, self._ranks.control)
 
     @override
     def _leaves(self) -> Any:

@@ -1,6 +1,7 @@
 """What cannot work is refused before training starts: what came, what is allowed, what to do."""
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor
 from tests.strategies.odd_optimizers import ClosureTwice
-from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
+from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1, zero3
 
 
 def test_wrong_arguments_name_the_value_and_what_is_allowed() -> None:
@@ -86,9 +87,9 @@ REFUSED: list[tuple[type[zoo.Zoo], Any, dict[str, Any], list[str]]] = [
 ]
 
 
-def error_of(module: type[zoo.Zoo], optimizer: Any, arguments: dict[str, Any]) -> str:
+def error_of(module: type[zoo.Zoo], optimizer: Any, arguments: dict[str, Any], strategy: Any = zero1) -> str:
     with pytest.raises(Exception) as raised:
-        train(lambda: module(optimizer), zero1(**arguments))
+        train(lambda: module(optimizer), strategy(**arguments))
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -99,8 +100,9 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: RankPool) -> None
 
 
 def test_modules_that_differ_between_ranks_are_refused(own_pool: RankPool) -> None:
-    for module, optimizer in ((RankDependent, zoo.adamw), (zoo.MLP, of_other_parameters)):
-        for message in own_pool.run(2, error_of, module, optimizer, {}):
+    kinds = ((RankDependent, zoo.adamw), (zoo.MLP, of_other_parameters))
+    for (module, optimizer), strategy in product(kinds, (zero1, zero3)):
+        for message in own_pool.run(2, error_of, module, optimizer, {}, strategy):
             assert "ValueError" in message and "same parameters in the same order" in message, message
 
 
