@@ -19,6 +19,7 @@ PREFIX = ".saving-"
 """Prefix of temporary names. Lightning finds checkpoints by patterns of names. None of these may match the prefix."""
 
 _TEMPORARY = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
+_BEING_REPLACED = "-being-replaced-by-parstrat"
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 
 
@@ -74,21 +75,24 @@ def put_in_place(temporary: Path, path: Path) -> None:
     Raises:
         IsADirectoryError: The name belongs to a folder that contains other files than a checkpoint's.
         FileExistsError: The name belongs to a device, or the like.
+        OSError: It could not be renamed. The earlier file or folder still has its name.
     """
     check_may_be_replaced(path)
     replaced = _replaced_name(path)
     # rename(2) puts a file over a file or a link, but a folder over neither.
-    is_moved = os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink()))
-    if is_moved:
+    if os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink())):
         # Between the two renames no file has the name, so the old one stays until after them.
-        check_may_be_replaced(replaced)
-        remove(replaced)
+        remove_atomically(replaced)
         os.rename(path, replaced)
-    os.replace(temporary, path)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        recover(path)
+        raise
     # The folder is synced as well: it holds the name, and a crash could restore the old one.
     sync(path.parent)
-    if is_moved:
-        remove(replaced)
+    # Also what an earlier crash has left. If it stayed, the new one, once removed, would be taken for missing.
+    remove_atomically(replaced)
 
 
 def check_may_be_replaced(path: Path) -> None:
@@ -192,4 +196,5 @@ def _last_change(path: Path) -> float:
 
 
 def _replaced_name(path: Path) -> Path:
-    return path.with_name(f"{path.stem}-replaced{path.suffix}")
+    # Nobody else uses the name: what has it is removed.
+    return path.with_name(f"{path.stem}{_BEING_REPLACED}{path.suffix}")

@@ -52,29 +52,75 @@ def test_the_new_one_takes_the_place_of_the_old(tmp_path: Path, before: str, new
         assert content(tmp_path / "target-of-last.ckpt") == "of the target"
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_crash_between_two_renames_is_recovered_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    path, temporary = tmp_path / "last.ckpt", tmp_path / "new"
-    make(path, "folder", "old")
-    make(temporary, kind, "new")
-    rename = os.rename
+def replaced_until(end: BaseException, path: Path, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces ``path`` until the second of the two renames ends by an error or, as if by a kill, otherwise."""
+    temporary = temporary_name(path.parent)
+    make(temporary, new, "new")
 
-    def crash(*paths: Path) -> None:
-        monkeypatch.setattr(os, "rename", rename)
-        rename(*paths)
-        raise KeyboardInterrupt
+    def ends(*paths: Path) -> None:
+        raise end
 
-    monkeypatch.setattr(os, "rename", crash)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(type(end)):
+        patch.setattr(os, "replace", ends)
         put_in_place(temporary, path)
-    assert not path.exists()
+
+
+@pytest.mark.parametrize(("old", "new"), [("folder", "file"), ("folder", "folder"), ("file", "folder")])
+def test_a_crash_between_two_renames_is_recovered_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path, old, "old")
+    replaced_until(KeyboardInterrupt(), path, new, monkeypatch)
+    # Lightning searches for the last checkpoint by this pattern.
+    assert not path.exists() and [content(one) for one in tmp_path.glob("last*.ckpt")] == ["old"]
     recover(path)
     assert content(path) == "old"
+    replaced_until(KeyboardInterrupt(), path, new, monkeypatch)
+    make(tmp_path / "new", new, "new")
+    put_in_place(tmp_path / "new", path)
+    assert content(path) == "new" and not list(tmp_path.glob("last-*"))
+
+
+def test_if_the_second_rename_fails_the_old_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path, "folder", "old")
+    replaced_until(OSError(5, "Input/output error"), path, "folder", monkeypatch)
+    assert content(path) == "old"
+
+
+def test_a_kill_while_the_old_one_is_removed_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path, "folder", "old")
+    make(tmp_path / "new", "folder", "new")
+
+    def half(folder: Path) -> None:
+        next(folder.iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(durable_files.shutil, "rmtree", half)
+        put_in_place(tmp_path / "new", path)
+    assert content(path) == "new"
+    remove_atomically(path)
     recover(path)
-    put_in_place(temporary, path)
-    assert content(path) == "new" and list(tmp_path.iterdir()) == [path]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_files_of_similar_names_stay(tmp_path: Path, kind: str) -> None:
+    """Only one name is the project's, and it is long."""
+    others = [tmp_path / f"best{more}.ckpt" for more in ("-v1", "-replaced", "-old", ".old")]
+    for path in others:
+        make(path, kind, path.name)
+    recover(tmp_path / "best.ckpt")
+    assert not (tmp_path / "best.ckpt").exists()
+    make(tmp_path / "best.ckpt", "folder", "old")
+    make(tmp_path / "new", "folder", "new")
+    put_in_place(tmp_path / "new", tmp_path / "best.ckpt")
+    assert content(tmp_path / "best.ckpt") == "new" and [content(path) for path in others] == [p.name for p in others]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -91,15 +137,15 @@ def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
 
     note(os, "fsync", lambda descriptor: f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
     for name in ("replace", "rename"):
-        note(os, name, lambda *_: "rename")
+        note(os, name, lambda _, to: f"rename to {to.name}")
     note(durable_files, "remove", lambda path: "remove" if path.exists() else "look")
     with written_durably(tmp_path / "a.ckpt") as temporary:
         make(temporary, kind, "new")
     own = [step for step in steps if step != "look"]
-    assert own[:2] == [f"sync {temporary.name}", "rename"] and content(tmp_path / "a.ckpt") == "new"
+    assert own[0] == f"sync {temporary.name}" and content(tmp_path / "a.ckpt") == "new"
     # What had the name before goes when the new name is on the disk.
-    last_rename = len(own) - own[::-1].index("rename")
-    assert own[last_rename] == f"sync {tmp_path.name}" and "remove" not in own[:last_rename]
+    named = own.index("rename to a.ckpt")
+    assert own[named + 1] == f"sync {tmp_path.name}" and "remove" not in own[:named]
 
 
 def fails(temporary: Path) -> None:

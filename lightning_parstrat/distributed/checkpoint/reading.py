@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.tensor_trees import Leaf, in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHER_JOB, SKELETON, CheckpointDamagedError
 from lightning_parstrat.distributed.checkpoint.tensors import name_of
-from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.engine.cuts import Cut, Run
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, StateDict, grouped_parameters
 
@@ -38,7 +37,6 @@ class ShardedCheckpoint:
         # Here, as it takes long to import.
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        recover(folder)
         self.folder, self._weights_only = folder, weights_only
         self._opened = self._identity()
         self._reader = FileSystemReader(folder)
