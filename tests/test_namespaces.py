@@ -1,6 +1,5 @@
 """Programs on `pytorch_lightning` have the strategies, too: the same source, executed under other names."""
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -68,26 +67,6 @@ print("modules:", sum(name.startswith("{ours}.strategies.") for name in loaded))
     assert "others: []" in printed
     # Packages are among them, but for `strategies` itself.
     assert f"modules: {len(modules) - 1}" in printed
-
-
-def lightnings_imports(tree: ast.Module) -> list[str]:
-    """What a file imports of Lightning's in a form that the second package does not replace."""
-    found = []
-    for node in ast.walk(tree):
-        names = [alias.name for alias in getattr(node, "names", [])]
-        if isinstance(node, ast.Import):
-            found += [name for name in names if name.split(".")[0] in ("lightning", "lightning_parstrat")]
-        elif isinstance(node, ast.ImportFrom) and node.module in ("lightning", "lightning_parstrat"):
-            found += [name for name in names if node.module == "lightning" or name == "strategies"]
-    return found
-
-
-def test_strategies_import_in_a_form_that_can_be_renamed() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "strategies").rglob("*.py")}
-    assert [path for path, tree in trees.items() if lightnings_imports(tree)] == []
-    breach = "import lightning\nimport lightning.pytorch as pl\nfrom lightning import fabric"
-    assert lightnings_imports(ast.parse("from lightning.pytorch import x")) == []
-    assert len(lightnings_imports(ast.parse(breach))) == 3
 
 
 # Training.

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import lightning.pytorch.strategies
 import pytest
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_parstrat
@@ -163,60 +162,3 @@ for warning in caught:
     assert len(warned) == 1
     assert "could not register its strategies with 'lightning.pytorch.strategies'" in warned[0]
     assert "strategy: lightning.pytorch.strategies.ddp DDPStrategy" in printed
-
-
-def test_an_import_of_lightning_that_failed_can_be_tried_again(tmp_path: Path) -> None:
-    package = tmp_path / "pytorch_lightning"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "strategies.py").write_text("""
-import sys
-if not hasattr(sys, "ready"):
-    raise ImportError("not yet")
-class StrategyRegistry(dict):
-    def register(self, name, strategy, **_):
-        self[name] = strategy
-StrategyRegistry = StrategyRegistry()
-""")
-    script = """
-import sys
-import lightning_parstrat
-try:
-    import pytorch_lightning.strategies
-except ImportError as error:
-    print(error)
-sys.ready = True
-import pytorch_lightning.strategies
-print(sorted(pytorch_lightning.strategies.StrategyRegistry))
-"""
-    failure, names = run_script(script, tmp_path).splitlines()
-    assert failure == "not yet"
-    assert names == str(sorted(NAMES))
-
-
-def test_unknown_names_and_arguments_get_ordinary_errors() -> None:
-    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='zero1_costum'`"):
-        Trainer(strategy="zero1_costum", accelerator="cpu")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
-        ZeRO1Strategy(unknown=1)
-
-
-@pytest.mark.slow
-def test_what_torch_loads_costs_little(tmp_path: Path) -> None:
-    # The target is 1 ms; the bound leaves room for a busy machine.
-    script = """
-import importlib.metadata, statistics, sys, time
-import torch
-(entry,) = importlib.metadata.entry_points(group="torch.backends", name="lightning_parstrat")
-def load():
-    sys.meta_path[:] = [finder for finder in sys.meta_path if "parstrat" not in type(finder).__module__]
-    for name in [name for name in sys.modules if name.startswith("lightning_parstrat")]:
-        del sys.modules[name]
-    start = time.process_time()
-    entry.load()()
-    return time.process_time() - start
-load()
-print(statistics.median(load() for _ in range(15)))
-"""
-    result = run_script(script, tmp_path, environment=TORCHS_OFF)
-    assert 0 < float(result) < 5e-3

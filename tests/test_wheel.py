@@ -99,24 +99,3 @@ if __name__ == "__main__":
     (file,) = [Path(line.removeprefix("file: ")) for line in printed if line.startswith("file: ")]
     assert file.is_relative_to(python.parent.parent)
     assert "trained: 2 ZeRO1Strategy 2" in printed
-
-
-@pytest.mark.slow
-def test_a_second_installation_on_the_path_does_no_harm(python: Path, tmp_path: Path) -> None:
-    # As after `pip install --user` beside an installation for all: both are listed, whichever is imported.
-    script = """
-import sys
-from importlib.metadata import distributions
-print("copies:", sum(one.name == "lightning-parstrat" for one in distributions()))
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import StrategyRegistry
-print("registered:", "zero1_custom" in StrategyRegistry)
-import lightning_parstrat
-print("file:", lightning_parstrat.__file__)
-print("after the import:", type(StrategyRegistry.get("zero1_custom")).__name__)
-"""
-    copies, registered, file, after = run_script(script, tmp_path, python=python).splitlines()
-    assert int(copies.removeprefix("copies: ")) >= 2
-    assert registered == "registered: True"
-    assert Path(file.removeprefix("file: ")).is_relative_to(python.parent.parent)
-    assert after == "after the import: ZeRO1Strategy"

@@ -1,6 +1,5 @@
 import math
 
-import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -37,20 +36,6 @@ def test_a_window_holds_what_lightning_has_not_zeroed_yet(epochs: list[tuple[int
             assert window.begin_batch(batch_idx, accumulate) is (not drawn)
             drawn.append(batch_idx)
             assert window.micro_batches == len(drawn)
-
-
-def test_windows_by_hand() -> None:
-    for name, batches, accumulate, expected in (
-        # Each batch's index, whether it begins a window, and how many are in the window then.
-        ("short window", [0, 1, 2, 3, 4], 3, [(True, 1), (False, 2), (False, 3), (True, 1), (False, 2)]),
-        ("epochs of one", [0, 0, 0], 3, [(True, 1), (True, 1), (True, 1)]),
-        ("resumed at the last", [5, 6, 7, 8], 3, [(True, 1), (True, 1), (False, 2), (False, 3)]),
-        ("resumed inside", [4, 5, 6], 3, [(True, 1), (False, 2), (True, 1)]),
-        ("resumed, then an epoch", [4, 0, 1], 3, [(True, 1), (True, 1), (False, 2)]),
-        ("K is 1", [0, 1, 0, 1], 1, [(True, 1)] * 4),
-    ):
-        window = AccumulationWindow()
-        assert [(window.begin_batch(index, accumulate), window.micro_batches) for index in batches] == expected, name
 
 
 def random_gradients(ranks: int, micro_batches: int, seed: int) -> Tensor:
@@ -120,25 +105,6 @@ def test_the_scaled_sum_of_weighted_losses_is_their_weighted_mean(
     # Where nothing weighs there is no step.
     nothing = weighted_mean(gradients, torch.zeros_like(weights), own, accumulate, partial_window)
     assert not nothing.any()
-
-
-@given(partial_window=partial_windows, sizes=sizes, weight=st.floats(1e-6, 1e9))
-def test_equal_weights_are_no_weights(
-    partial_window: PartialWindow, sizes: tuple[int, int, int], weight: float
-) -> None:
-    ranks, micro_batches, missing = sizes
-    accumulate, reference = micro_batches + missing, reference_weight(weight)
-    unweighted = gradient_scale(
-        accumulate=accumulate, micro_batches=micro_batches, world_size=ranks, partial_window=partial_window
-    )
-    weighted = weighted_gradient_scale(
-        total_weight=weight * ranks * micro_batches,
-        reference=reference,
-        accumulate=accumulate,
-        micro_batches=micro_batches,
-        partial_window=partial_window,
-    )
-    assert weight / reference * weighted == pytest.approx(unweighted, rel=1e-12)
 
 
 @given(mean_weight=st.floats(min_value=0.0, exclude_min=True, allow_infinity=False))

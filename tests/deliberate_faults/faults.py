@@ -26,11 +26,6 @@ core/layout.py: parameters are not aligned
 + offset = end
 core/test_layout.py
 
-core/layout.py: a rank owns what lies behind a parameter
-- first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-+ first, last = max(start, slot.offset), stop
-core/test_layout.py
-
 core/layout.py: a bucket grows beyond the cap
 - and open_bytes[group] + spec.nbytes > cap_bytes:
 + and open_bytes[group] > cap_bytes:
@@ -51,11 +46,6 @@ core/accumulation.py: a short window is divided by the full length
 + counted = accumulate
 core/test_accumulation.py
 
-distributed/engine/buckets.py: what was sent stays, and is sent again by the next backward
-- slot.parameter.grad = None
-+ pass
-distributed/engine/test_reducer.py::test_repeated_backward_adds_up
-
 distributed/engine/reducer.py: an exposed gradient is added to itself
 - if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
 + if bucket.shard_gradient is None:
@@ -65,11 +55,6 @@ distributed/engine/reducer.py: sums of float16 overflow before they are divided
 - applied = 1.0 / self.collectives.world_size
 + applied = 1.0
 distributed/engine/test_precision.py::test_a_mean_in_float16_is_found_where_the_sum_is_too_large
-
-distributed/engine/reducer.py: gradients that come after their bucket has left stay behind
-- left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
-+ left_over = [False for bucket in self.buckets]
-distributed/engine/test_reducer.py::test_a_backward_that_was_not_announced_is_reduced_too
 
 distributed/engine/buckets.py: a parameter with other data keeps the values of before the step
 - for slot in self.slots if self._has_copies else ():
@@ -104,7 +89,7 @@ distributed/engine/test_read_guard.py
 distributed/comm/collectives.py: sums are passed on from the wrong place
 - part.shard: source[part.start - had[shard] : part.stop - had[shard]]
 + part.shard: source[: part.stop - part.start]
-distributed/comm/test_carriers.py::test_sums_and_gathers_are_right_and_sent_as_counted
+distributed/comm/test_carriers.py::test_sums_and_gathers_are_right
 
 distributed/engine/planning.py: a resumed training sends its buckets in another order
 - in_turn = dict.fromkeys([*order, *reversed(self._names.values())])
@@ -119,7 +104,7 @@ distributed/engine/test_plans.py::test_buckets_are_in_the_reverse_order_of_regis
 distributed/engine/buckets.py: master weights are rounded in every step
 - take_where_changed(self.master, self.shard, self._rounded(self.master))
 + self.master.copy_(self.shard)
-distributed/engine/test_precision.py::test_updates_too_small_for_16_bits_add_up
+distributed/engine/test_precision.py::test_trains_as_by_hand
 
 distributed/gradients/clipping.py: every rank counts what all ranks have
 - counts_replicated = collectives is None or collectives.rank == 0
@@ -156,11 +141,6 @@ strategies/launch/waits.py: a rank that was stopped is said to be where it last 
 + if False:
 strategies/test_waits.py::test_the_line_names_who_is_not_there
 
-strategies/launch/waits.py: a rank counts as waiting in what it has not launched
-- sign.waits or any(other.is_behind
-+ sign.waits or all(other.is_behind
-strategies/test_waits.py::test_the_line_names_who_is_not_there
-
 strategies/launch/waits.py: a rank that waits in DDP's backward is silent
 - return any(self.launched.get(group, 0) < number for group, number in other.launched.items())
 + return False
@@ -190,11 +170,6 @@ distributed/checkpoint/reading.py: a rank reads the part of another from a shard
 - runs[name] = Run(cut.own.start, part)
 + runs[name] = Run(0, part)
 strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped
-
-distributed/fsdp/cuts.py: a rank takes the rows of a sharded parameter for others
-- begin = min(dist.get_rank() * length, numel)
-+ begin = 0
-distributed/fsdp/test_cuts.py
 
 distributed/fsdp/writes.py: values that torch forgets are not noticed
 - untyped_storage() is not storage
@@ -275,16 +250,6 @@ distributed/engine/compiled_code.py: compiled blocks are called before their par
 - wait_for_parameters_in(part)
 + pass
 strategies/test_late_parameters.py
-
-core/bucket_cap.py: buckets of GPUs are as small as those of CPUs
-- smallest = _SMALLEST_CAP if device_type == "cpu" else _SMALLEST_CAP_OF_GPUS
-+ smallest = _SMALLEST_CAP
-core/test_bucket_cap.py
-
-core/shard_groups.py: rings carry less
-- > 2 *
-+ > 3 *
-core/test_shard_groups.py
 
 distributed/durable_files.py: a name comes before content
 - sync(temporary)

@@ -1,6 +1,6 @@
 """An engine without Lightning, and collectives that keep a log, for tests inside the pool's processes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -112,29 +112,3 @@ def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: flo
     norm = gradient_norm(gradients, norm_type)
     scale_to_norm(gradients, norm, max_norm)
     return norm
-
-
-def mean_gradients(module: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> list[Tensor | None]:
-    """The gradients DDP would show: the mean over all ranks' losses, or None where no rank has one."""
-    world_size = dist.get_world_size()
-    total = sum(loss_of(module, rank) for rank in range(world_size)) / world_size
-    module.zero_grad()
-    total.backward()
-    return [parameter.grad for parameter in module.parameters() if parameter.requires_grad]
-
-
-def assert_shards_hold(engine: ShardedDataParallel, module: nn.Module, expected: list[Tensor | None]) -> None:
-    """This rank's shards hold their parts of the expected gradients."""
-    slots = {slot.parameter: slot for bucket in engine.buckets for slot in bucket.slots}
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter, gradient in zip(trainable, expected, strict=True):
-        slot = slots[parameter]
-        if slot.shard is None or slot.shard_slice is None:
-            continue
-        if gradient is None:
-            assert slot.shard.grad is None
-            continue
-        start = slot.shard_slice.parameter_start
-        part = slot.storage_order(gradient)[start : start + slot.shard_slice.numel]
-        assert slot.shard.grad is not None
-        torch.testing.assert_close(slot.shard.grad.reshape(-1), part, rtol=1e-5, atol=1e-7)

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,48 +12,7 @@ import torch.distributed as dist
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.comm.work import DONE, Exchange, ExchangeThreads, Steps
 from tests.pool import RankPool
-
-
-def steps(taken: list[str], number: int = 3, fails: bool = False) -> Steps:
-    for _ in range(number):
-        taken.append(threading.current_thread().name)
-        yield DONE
-    if fails:
-        raise OSError("connection closed by peer")
-    taken.append(threading.current_thread().name)
-    return len(taken)
-
-
-def test_who_waits_takes_the_steps_or_threads_do_each_its_own() -> None:
-    chain = ["MainThread", "chain 0", "chain 1", "chain 2"]
-    for how, most, expected in (
-        ("waits", None, ["MainThread"] * 4),
-        ("asks", None, chain),
-        ("hands over", None, chain),
-        ("hands over", 1, ["MainThread"] + ["chain 0"] * 3),
-    ):
-        taken: list[str] = []
-        work = Exchange(steps(taken), ExchangeThreads("chain", most))
-        while how == "asks" and not work.is_completed():
-            time.sleep(0.001)
-        if how == "hands over":
-            work.hand_over()
-        for _ in range(2):
-            assert work.wait() == 4 and work.is_completed()
-        assert taken == expected
-
-
-def test_every_wait_raises_what_failed_in_whatever_thread() -> None:
-    threads = ExchangeThreads("chain")
-    failed, waited_for, after = (Exchange(steps([], fails=fails), threads) for fails in (True, True, False))
-    failed.hand_over()
-    after.hand_over()
-    assert after.wait() == 4
-    for work in (failed, failed, waited_for, waited_for):
-        with pytest.raises(RuntimeError, match="between ranks failed: connection closed by peer"):
-            work.wait()
 
 
 def wait_for_a_rank_that_is_gone(parts_differ: bool) -> tuple[list[str], float]:

@@ -36,21 +36,6 @@ def snapshot(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-class GuardsAttributes(torch.optim.SGD):
-    """Gets no public attributes but torch's own, and has none beside them."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        assert name in ("defaults", "state", "param_groups") or name.startswith("_")
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-class HasSlots(torch.optim.SGD):
-    __slots__ = ("extra",)
-
-
 class StepsInParts(torch.optim.SGD):
     """As SAM does: a step of other methods of its own, which zero gradients."""
 
@@ -62,7 +47,7 @@ class StepsInParts(torch.optim.SGD):
 
 
 def left_as_it_was() -> None:
-    for make in (torch.optim.SGD, GuardsAttributes, HasSlots, StepsInParts):
+    for make in (torch.optim.SGD, StepsInParts):
         module = linear()
         optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
         cls, names = type(optimizer), set(vars(optimizer))

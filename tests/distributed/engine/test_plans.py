@@ -90,24 +90,6 @@ def test_a_known_order_of_gradients_is_followed(pool: RankPool) -> None:
             assert before == after and distance(parameters, expected) <= 1e-6
 
 
-class Graph(nn.Module):
-    """A frozen adjacency matrix of a layout that has no size in bytes, beside what is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adjacency = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
-        self.weight = nn.Parameter(torch.zeros(2, 2))
-
-
-def names_beside_a_frozen_sparse_matrix() -> None:
-    module = Graph()
-    assert make_engine(module, torch.optim.SGD([module.weight]), bucket_cap_mb="auto").plan == [["weight"]]
-
-
-def test_what_is_frozen_does_not_count_for_the_size_of_buckets(pool: RankPool) -> None:
-    pool.run(1, names_beside_a_frozen_sparse_matrix)
-
-
 def a_cut_parameter_is_added_to_an_optimizer_of_matrices() -> None:
     module = Shuffled()
     optimizers = torch.optim.AdamW(module.first.parameters()), torch.optim.Adafactor(module.third.parameters())

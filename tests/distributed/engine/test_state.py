@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_parstrat.distributed.engine.state import StateByShard, gather_state_dict
@@ -79,25 +78,6 @@ def test_it_is_the_state_of_one_process(pool: RankPool, world_size: int) -> None
                 assert_same(found, results[0])
 
 
-def kept_by_one_rank() -> Any:
-    optimizer, engine = train(True, alike)
-    slot = engine.slots[first(optimizer, 0)]
-    if dist.get_rank() == 1 and slot.shard is not None:
-        optimizer.state[slot.shard]["own"] = torch.ones_like(slot.shard)
-    elements = slot.bucket.layout.slice_of(slot.place, 1).elements
-    return gather_state_dict(optimizer, sharding_of(optimizer).shards)["state"], elements.start, elements.stop
-
-
-def test_an_entry_of_one_rank_alone_is_zero_elsewhere(pool: RankPool) -> None:
-    for world_size in (2, 3, 4):
-        state, start, stop = pool.run(world_size, kept_by_one_rank)[0]
-        own = state[0]["own"].flatten()
-        expected = torch.zeros_like(own)
-        expected[start:stop] = 1
-        assert stop > start and torch.equal(own, expected)
-        assert "own" not in state[1]
-
-
 def two_steps() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     module = nn.Linear(5, 7)
@@ -126,38 +106,13 @@ def read_and_written() -> list[int]:
                 assert optimizer.state[parameter] is optimizer.state[shard]
                 elements[-1] += optimizer.state[parameter]["momentum_buffer"].numel()
         optimizer.load_state_dict(optimizer.state_dict())
-    # What is written by parameter is what is saved.
-    whole = torch.arange(35.0).view(7, 5)
-    optimizer.state[module.weight] = {"momentum_buffer": whole, "note": "kept"}
-    optimizer.state.pop(module.bias, None)
-    assert module.bias not in optimizer.state
-    if module.weight in optimizer.state:
-        assert optimizer.state[module.weight]["note"] == "kept"
-    saved = optimizer.state_dict()["state"]
-    assert list(saved) == [0] and torch.equal(saved[0]["momentum_buffer"], whole)
-    if module.weight in optimizer.state:
-        del optimizer.state[module.weight]
-    assert optimizer.state_dict()["state"] == {}
     return elements
-
-
-def state_of_a_parameter_that_is_added() -> float:
-    module, optimizer, engine = two_steps()
-    late = nn.Parameter(torch.ones(6))
-    optimizer.state[late] = {"momentum_buffer": torch.arange(6.0)}
-    optimizer.param_groups[0]["params"].append(late)
-    backward(engine, module(torch.ones(2, 5)).pow(2).mean() + 0 * late.sum())
-    optimizer.step()
-    torch.testing.assert_close(late.detach(), 1 - 0.1 * 0.9 * torch.arange(6.0))
-    return float(optimizer.state_dict()["state"][2]["momentum_buffer"].sum())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_parts_of_all_ranks_make_the_whole(pool: RankPool, world_size: int) -> None:
     found = pool.run(world_size, read_and_written)
     assert [sum(elements) for elements in zip(*found, strict=True)] == [5 * 7 + 7] * 2
-    # What was there before a parameter was sharded is sharded with it.
-    assert pool.run(world_size, state_of_a_parameter_that_is_added) == [pytest.approx(0.9 * 15)] * world_size
 
 
 def asked_with_hooks() -> tuple[list[str], Any]:

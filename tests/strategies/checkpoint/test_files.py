@@ -1,7 +1,6 @@
 """What lies in the ranks' files of a sharded checkpoint, and who reads which part of it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.comparing import assert_same
 from tests.pool import RankPool
-from tests.strategies import zoo
-from tests.strategies.checkpoint.trainings import FORMATS, elements_of, write
-from tests.strategies.parity import train, zero1
+from tests.strategies.checkpoint.trainings import elements_of, write
 
 
 def pieces_in(path: Path, rank: int) -> dict[str, tuple[int, int]]:
@@ -53,22 +50,3 @@ def test_torchs_own_converter_finds_all_by_their_names(pool: RankPool, tmp_path:
     elements = elements_of(path)
     assert_same({name: found[name] for name in elements}, elements)
     assert torch.load(path / "checkpoint.pt", weights_only=True)["global_step"] == 4
-
-
-def save_after_fit(path: str, form: str, arguments: dict[str, Any]) -> None:
-    train(zoo.MLP, zero1(**FORMATS[form], **arguments)).trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize("arguments", [{}, pytest.param({"partition": "parameter"}, marks=pytest.mark.slow)], ids=str)
-def test_a_checkpoint_saved_after_training_has_the_whole_state(
-    pool: RankPool, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
-    states = []
-    for size in (4, 2, 1):
-        path = tmp_path / f"{size}.ckpt"
-        pool.run(4, save_after_fit, str(path), "sharded", {"shard_group": size, **arguments})
-        states.append(elements_of(path))
-    for of_groups in states[1:]:
-        assert_same(of_groups, states[0], rtol=1e-4, atol=1e-5)
-    moments = [found for name, found in states[0].items() if "exp_avg" in name]
-    assert moments and all(found.any() for found in moments)

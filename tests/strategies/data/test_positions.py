@@ -1,6 +1,5 @@
 """A training that goes on within an epoch is the one that did not stop, with any ordinary data loader."""
 
-import copy
 import os
 import signal
 import warnings
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import lightning_parstrat
 from tests.comparing import distance
@@ -39,7 +38,6 @@ from tests.strategies.data.rows import (
     STATEFUL_HOOKS,
     THREE,
     TOGETHER,
-    TUNED,
     UNSIZED,
     Dealt,
     Numbered,
@@ -291,31 +289,6 @@ def test_one_warning_at_the_save_names_the_loader_that_is_lost(pool: RankPool, t
         assert name in said[0] and "StatefulDataLoader" in said[0]
         # What does not know that it has begun an epoch goes on as under `ddp`.
         assert ["its place is not in the checkpoint" in one for one in said[1:]] == [True] * ("two places" in name)
-
-
-def loader_in_and_after_training() -> list[bool]:
-    given = loader(generator=torch.Generator())
-    before = dict(vars(given))
-    seen: list[bool] = []
-
-    class Looks(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            copied = copy.deepcopy(trainer.train_dataloader)
-            seen.append(trainer.train_dataloader is given and isinstance(given.batch_sampler, BatchSampler))
-            seen.append(type(copied.batch_sampler) is BatchSampler and len(copied) == len(given))
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            # It is the user's own that gets it.
-            given.batch_sampler.batch_size = 9
-
-    fit(Row(lambda: given, OWN, kind=TUNED), 0, Looks())
-    seen.append([len(batch) for batch in given] == [9] * 5 and len(given) == 5)
-    return [*seen, {**vars(given), "_iterator": None} == before]
-
-
-def test_the_users_loader_has_its_own_sampler_again(pool: RankPool) -> None:
-    (found,) = pool.run(1, loader_in_and_after_training)
-    assert found == [True] * len(found) and len(found) > 2
 
 
 def validated_before_training(folder: str) -> list[bool]:
