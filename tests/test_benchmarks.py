@@ -25,75 +25,46 @@ def run_benchmark(command: str, arguments: Sequence[str], folder: Path) -> dict[
     return result
 
 
+EMULATED = ["--emulate", "0.004", "--accumulate", "2", "--bandwidth", "1e9"]
+BUCKETING = ["--cases", "delay per collective", "--scale", "0.1", "--pairs", "1", "--steps", "2"]
+SMALLEST = ["--tensors", "4", "--parameters", "100", "--steps", "2", "--runs", "1"]
+# The command, its options, where the result has the rows, and which there are.
+TABLES: dict[str, tuple[list[str], str, set[str]]] = {
+    "step_time": (
+        [*TINY, *EMULATED],
+        "step_time",
+        {"ddp", "ddp+zero_redundancy", "fsdp2", "single_process", "ddp_tuned", "zero1_custom", "zero2_custom"},
+    ),
+    "memory": ([*TINY, "--strategies", "ddp", "zero1_custom"], "memory", {"ddp", "zero1_custom"}),
+    # Wide enough for layers to be found.
+    "full_sharding": ([*TINY, "--width", "128", "--depth", "2"], "step_time", {"fsdp2_by_hand", "zero3_custom"}),
+    "checkpoints": (
+        [*TINY, "--steps", "6", "--every", "2"],
+        "checkpoints",
+        {"ddp", "zero1_custom(full)", "zero1_custom(sharded)", "zero1_custom(async)"},
+    ),
+    "bucketing": (BUCKETING, "cases", {"delay per collective"}),
+    "overlap": (
+        TINY,
+        "overlap",
+        {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)", "single_process"},
+    ),
+    "overhead": (["--strategies", "ddp", "zero1_custom", *SMALLEST], "step_time", {"ddp", "zero1_custom"}),
+}
+
+
 @pytest.mark.slow
-def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) -> None:
-    emulation = ["--emulate", "0.004", "--accumulate", "2", "--bandwidth", "1e9"]
-    result = run_benchmark("step_time", [*TINY, *emulation], tmp_path)
-    times = result["step_time"]
-    peers = {"ddp", "ddp+zero_redundancy", "fsdp2", "deepspeed_stage_1", "single_process"}
-    assert set(times) | set(result["not_run"]) == peers | {"ddp_tuned", "zero1_custom", "zero2_custom"}
-    assert set(result["not_run"]) <= {"deepspeed_stage_1"}
-    # The emulated forward and backward cannot take less than they sleep.
-    assert all(time["min"] > 3 * 0.004 and time["ratio_to_ddp"] > 0 for time in times.values())
-    for name in ("zero1_custom", "zero2_custom"):
-        assert times[name]["rank_payload_per_optimizer_step"]["reduce_scatter_bytes"] > 0
-    half = result["limits"]["parameter_bytes"] * 8 / 2 / 1e9
-    assert result["limits"]["seconds_on_the_wire_per_half"] == pytest.approx(half)
-    assert times["zero1_custom"]["ratio_to_limit"] > 0
+@pytest.mark.parametrize("command", TABLES)
+def test_every_row_is_measured(tmp_path: Path, command: str) -> None:
+    options, where, rows = TABLES[command]
+    measured = run_benchmark(command, options, tmp_path)[where]
+    # Another package may be missing.
+    assert set(measured) - {"deepspeed_stage_1"} == rows
 
 
 def test_the_hook_of_import_torch_imports_nothing_heavy(tmp_path: Path) -> None:
     result = run_benchmark("import_hook", ["--processes", "3"], tmp_path)
     assert len(result["seconds"]) == 3 and all(name.startswith("lightning_parstrat") for name in result["imported"])
-
-
-@pytest.mark.slow
-def test_memory(tmp_path: Path) -> None:
-    result = run_benchmark("memory", [*TINY, "--width", "64", "--strategies", "ddp", "zero1_custom"], tmp_path)
-    for memory in result["memory"].values():
-        assert len(memory["ranks"]) == 2
-        # A rank holds at least its parameters and, of two, half of Adam's state: 4 and 4 bytes per parameter.
-        assert memory["peak_growth"] >= memory["held_growth"] > 8 * result["parameters"]
-    assert result["memory"]["zero1_custom"]["held_growth"] < result["memory"]["ddp"]["held_growth"]
-
-
-@pytest.mark.slow
-def test_full_sharding_beside_what_is_written_by_hand(tmp_path: Path) -> None:
-    # Wide enough for layers to be found.
-    result = run_benchmark("full_sharding", [*TINY, "--width", "128", "--depth", "2"], tmp_path)
-    by_hand, zero3 = (result["memory"][name] for name in ("fsdp2_by_hand", "zero3_custom"))
-    assert result["step_time"]["zero3_custom"]["ratio_to_fsdp2_by_hand"] > 0
-    for one in (by_hand, zero3):
-        assert one["units"] == 2 and one["peak"] > one["held"]
-        assert one["held_bytes_per_parameter"] == pytest.approx(16 / 2, rel=0.05)
-    assert 0.97 < zero3["held_ratio_to_fsdp2_by_hand"] < 1.03
-
-
-@pytest.mark.slow
-def test_checkpoints(tmp_path: Path) -> None:
-    costs = run_benchmark("checkpoints", [*TINY, "--steps", "6", "--every", "2"], tmp_path)["checkpoints"]
-    assert set(costs) == {"ddp", "zero1_custom(full)", "zero1_custom(sharded)", "zero1_custom(async)"}
-    assert all(cost["stall"]["min"] > 0 and cost["ratio_to_synchronous"]["median"] > 0 for cost in costs.values())
-
-
-@pytest.mark.slow
-def test_bucketing(tmp_path: Path) -> None:
-    options = ["--cases", "delay per collective", "--scale", "0.1", "--pairs", "1", "--steps", "2"]
-    for case in run_benchmark("bucketing", options, tmp_path)["cases"].values():
-        assert set(case["seconds"]) == {"default", "1 MB", "4 MB", "16 MB", "64 MB", "tuned"}
-        assert (case["bucket_cap_mb"] is not None) == (case["verdict"] == "tuned"), case["reason"]
-        assert case["tuning_steps"] >= 12 and len(case["tried_seconds"]) > 2
-
-
-@pytest.mark.slow
-def test_overlap_and_overhead(tmp_path: Path) -> None:
-    steps = run_benchmark("overlap", TINY, tmp_path)["overlap"]
-    alone = steps.pop("single_process")["median"]
-    assert set(steps) == {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}
-    assert all(step["exposed"] == pytest.approx(step["median"] - alone) for step in steps.values())
-    tiny = ["--tensors", "4", "--parameters", "100", "--steps", "2", "--runs", "1"]
-    result = run_benchmark("overhead", ["--strategies", "ddp", "zero1_custom", *tiny], tmp_path)
-    assert {"step_time", "processor_time", "failed_runs"} <= set(result)
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def equip_precision(
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
-        scaler._clipper = clipper
+        vars(scaler).update(_clipper=clipper)
 
     def restore() -> None:
         for one, cls in swapped:

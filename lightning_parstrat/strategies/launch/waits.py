@@ -241,7 +241,8 @@ def _frames_of_thread(thread: int) -> Frames:
     if collects:
         gc.disable()
     try:
-        frame, frames = sys._current_frames().get(thread), []
+        # Python's manual names no other way to where a thread is.
+        frame, frames = sys._current_frames().get(thread), []  # noqa: SLF001
         # Frames are not kept: they would keep the step's tensors.
         while frame is not None:
             frames.append((frame.f_code.co_filename, frame.f_lineno))
