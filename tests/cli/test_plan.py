@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 import yaml
 from lightning.pytorch import LightningModule
@@ -34,20 +33,6 @@ class Planned(LightningModule):
             print(self.trainer.estimated_stepping_batches)
         optimizer = getattr(torch.optim, self.optimizer)([p for p in self.parameters() if p.requires_grad], lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-
-
-class Talking(pytorch_lightning.LightningModule):
-    """Of the other package; prints, asks a small tensor of its own, takes any argument, has two optimizers."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__()
-        print("made")
-        rate = torch.linspace(0, 0.5, 3)[1].item()
-        self.one = nn.Linear(sizes["width"], 4, bias=rate == 0.25)
-        self.two = nn.Linear(sizes["width"], 4)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.one.parameters(), lr=0.1), torch.optim.Adam(self.two.parameters(), lr=0.1)]
 
 
 def plan(capsys: pytest.CaptureFixture[str], code: int, words: str, *more: str) -> dict[str, Any]:
@@ -208,8 +193,6 @@ def test_a_configurations_module(capsys: pytest.CaptureFixture[str], config: Any
     assert plan(capsys, 0, "--world-size 2", *config(optimizer=sgd))["ddp_tuned"]["held_bytes"] == (
         8 * trained + 4 * others
     )
-    talking = {"class_path": f"{__name__}.Talking", "dict_kwargs": {"width": 8}}
-    assert plan(capsys, 0, "--world-size 2", *config(talking))["ddp_tuned"]["held_bytes"] == 12 * 2 * (8 * 4 + 4)
     # What is not known is taken for AdamW's.
     for changed in ({"needs_trainer": True}, {"optimizer": "Muon"}):
         model = {"class_path": f"{__name__}.Planned", "init_args": {"width": WIDTH, **changed}}

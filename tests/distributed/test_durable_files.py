@@ -4,7 +4,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +86,6 @@ def test_if_the_second_rename_fails_the_old_one_has_its_name(tmp_path: Path, mon
     make(path, "folder", "old")
     replaced_until(OSError(5, "Input/output error"), path, "folder", monkeypatch)
     assert content(path) == "old"
-
-
-def test_a_kill_while_the_old_one_is_removed_leaves_no_half_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "last.ckpt"
-    make(path, "folder", "old")
-    make(tmp_path / "new", "folder", "new")
-
-    def half(folder: Path) -> None:
-        next(folder.iterdir()).unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(durable_files.shutil, "rmtree", half)
-        put_in_place(tmp_path / "new", path)
-    assert content(path) == "new"
-    remove_atomically(path)
-    recover(path)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -198,18 +177,3 @@ def test_removing(tmp_path: Path, kind: str) -> None:
     make(path, kind, "old")
     remove_atomically(path)
     assert {one.name for one in tmp_path.iterdir()} == ({"target-of-a.ckpt"} if kind == "link" else set())
-
-
-def replace_and_remove(path: Path, times: int) -> None:
-    for number in range(times):
-        temporary = temporary_name(path.parent)
-        temporary.write_text(str(number))
-        put_in_place(temporary, path)
-        remove_atomically(path)
-
-
-def test_two_jobs_may_replace_and_remove_a_file_under_one_name(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as jobs:
-        for job in [jobs.submit(replace_and_remove, tmp_path / "last.ckpt", 200) for _ in range(4)]:
-            job.result()
-    assert not list(tmp_path.iterdir())

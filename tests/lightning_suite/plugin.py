@@ -27,8 +27,6 @@ SCOPES = {
 """Stock DDP passes what only ours do not; the rest is no difference between them."""
 
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
-_LAUNCHERS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
-_UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True))
 _STRATEGIES: dict[str, Callable[..., strategies.Strategy]] = {
     "ddp": strategies.DDPStrategy,
     "ddp_tuned": TunedDDPStrategy,
@@ -78,12 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rename_ddp(make: Callable[..., strategies.Strategy]) -> None:
-    for launcher, start_method in _LAUNCHERS:
-        for unused, find_unused in _UNUSED:
-            arguments = {} if find_unused is None else {"find_unused_parameters": find_unused}
-            strategies.StrategyRegistry.register(
-                f"ddp{launcher}{unused}", make, description="", override=True, start_method=start_method, **arguments
-            )
+    for name, entry in list(strategies.StrategyRegistry.items()):
+        if entry["strategy"] is strategies.DDPStrategy:
+            strategies.StrategyRegistry.register(name, make, description="", override=True, **entry["init_params"])
 
 
 def _choose_for_single_devices(make: Callable[..., strategies.Strategy]) -> None:

@@ -67,7 +67,7 @@ FEATURES: dict[str, list[Shown]] = {
     '"bf16-true", "16-true"': [
         *trained("bf16-true", "16-true"),
         # With fp32 master weights.
-        by_test("distributed/engine/test_precision.py::test_saved_master_weights_keep_their_bits", zero1_custom="yes"),
+        by_test("distributed/engine/test_precision.py::test_trains_as_by_hand", zero1_custom="yes"),
     ],
     "element-wise optimizers (Adam, SGD, ...)": trained("mlp", "sgd", "amsgrad", "rmsprop", "foreach", "fused"),
     "Muon, Adafactor": trained("muon", "adafactor, which looks at whole matrices", "adafactor, clipped"),

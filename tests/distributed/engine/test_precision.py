@@ -1,6 +1,5 @@
 """Dtypes of parameters, wires and shards: what is rounded is rounded once, and all else is done in fp32, as by hand."""
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -114,12 +113,36 @@ def masters_of(optimizer: Optimizer) -> list[Tensor]:
     return [masters[index] for index in sorted(masters)]
 
 
-def train_as_by_hand(row: Row) -> None:
-    module, reference = perceptron(row.dtype), ByHand(row)
+def make(row: Row) -> tuple[Any, nn.Module, Optimizer]:
+    module = perceptron(row.dtype)
     optimizer = row.make(module.parameters())
     engine = make_engine(module, optimizer, **row.policy)
     engine.expose_gradients(row.exposed)
+    return engine, module, optimizer
+
+
+def saved_and_loaded(
+    row: Row, engine: Any, module: nn.Module, optimizer: Optimizer
+) -> tuple[Any, nn.Module, Optimizer]:
+    """The training goes on in other objects, from what Lightning and torch read by default."""
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict()], file)
+    engine.close()
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    engine, module, optimizer = make(row)
+    module.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), state)
+    return engine, module, optimizer
+
+
+def train_as_by_hand(row: Row) -> None:
+    reference = ByHand(row)
+    engine, module, optimizer = make(row)
     for number in range(4):
+        if number == 2:
+            engine, module, optimizer = saved_and_loaded(row, engine, module, optimizer)
         step(engine, module, optimizer, 10 * number, row.clip)
         reference.step(10 * number, dist.get_world_size())
     engine.gatherer.finish()
@@ -213,68 +236,6 @@ def test_weights_changed_from_outside_are_taken_over_and_others_keep_their_bits(
 ) -> None:
     policies: list[tuple[torch.dtype, dict[str, Any]]] = [(BF16, {}), (BF16, WHOLE), (FP32, HOME)]
     pool.run(world_size, all_changes, policies[:: 1 if world_size < 3 else -1])
-
-
-Saved = tuple[dict[str, Tensor], bytes]
-# The same samples for any number of ranks: each rank's gradient is of the mean over its part.
-STEPS_BEFORE, STEPS_AFTER = (0, 1, 2), (3, 4)
-
-
-def save(row: Row, closed: bool) -> Saved:
-    module = perceptron(row.dtype)
-    optimizer = row.make(module.parameters())
-    engine = make_engine(module, optimizer, **row.policy)
-    for number in STEPS_BEFORE:
-        optimizer.zero_grad()
-        backward(engine, squared_error(module, number))
-        optimizer.step()
-    if closed:
-        engine.close()
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    return {key: value.clone() for key, value in module.state_dict().items()}, file.getvalue()
-
-
-def read(saved: bytes) -> dict[str, Any]:
-    # What Lightning and torch read by default holds nothing but tensors and plain values.
-    return torch.load(io.BytesIO(saved), weights_only=True)
-
-
-def go_on(row: Row, saved: Saved) -> list[Tensor]:
-    torch.manual_seed(5)
-    module = nn.Sequential(*(copy.deepcopy(layer) for layer in perceptron(row.dtype)))
-    optimizer = row.make(module.parameters())
-    engine = make_engine(module, optimizer, **row.policy)
-    module.load_state_dict(saved[0])
-    optimizer.load_state_dict(read(saved[1]))
-    assert_same(optimizer.state_dict(), read(saved[1]))
-    for number in STEPS_AFTER:
-        optimizer.zero_grad()
-        backward(engine, squared_error(module, number))
-        optimizer.step()
-    return masters_of(optimizer)
-
-
-SAVED: list[tuple[Row, dict[str, Any], bool]] = [
-    (Row(adamw, BF16), WHOLE, False),
-    (Row(adafactor, BF16), {}, True),
-    # What was not rounded for the way home.
-    (Row(adamw, FP32, HOME), HOME, False),
-]
-
-
-@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 3), (3, 1)])
-def test_saved_master_weights_keep_their_bits(pool: RankPool, source: int, target: int) -> None:
-    for row, policy, closed in SAVED:
-        saved = pool.run(source, save, row, closed)
-        assert all(one[1] == saved[0][1] for one in saved)
-        for master, parameter in zip(read(saved[0][1])[MASTER_WEIGHTS].values(), saved[0][0].values(), strict=True):
-            assert torch.equal(master.to(BF16), parameter.to(BF16)) and not torch.equal(master, parameter.float())
-        reference = ByHand(row)
-        for number in (*STEPS_BEFORE, *STEPS_AFTER):
-            reference.step(number, 1)
-        for found in pool.run(target, go_on, row._replace(policy=policy), saved[0]):
-            assert_same(found, reference.masters, **CLOSE)
 
 
 def sums_that_overflow() -> list[float]:

@@ -189,25 +189,6 @@ def test_modules_are_watched_once_and_only_while_something_is_on_the_way() -> No
     assert len(module_hooks._global_forward_pre_hooks) == before
 
 
-class Holder:
-    """An argument that hides its parameter from whoever looks through lists and dictionaries."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
-def total(holder: Holder) -> Tensor:
-    if torch.overrides.has_torch_function((holder.weight,)):
-        return torch.overrides.handle_torch_function(total, (holder.weight,), holder)
-    return holder.weight.sum()
-
-
-def test_a_parameter_hidden_in_an_object_is_waited_for() -> None:
-    on_the_way = OnTheWay(nn.Linear(4, 4))
-    assert not total(Holder(on_the_way.module.weight)).isnan()
-    assert on_the_way.arrivals >= 1
-
-
 def test_what_does_not_read_leaves_others_on_the_way() -> None:
     first, second = OnTheWay(nn.Linear(4, 4)), OnTheWay(nn.Linear(4, 4))
     first.module(ONES)

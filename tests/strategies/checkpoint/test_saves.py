@@ -58,6 +58,11 @@ def fills_up(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["ballast"] = torch.zeros(10**6)
 
 
+def holds_a_function(module: Any, checkpoint: dict[str, Any]) -> None:
+    """It cannot be pickled."""
+    checkpoint["mine"] = lambda: None
+
+
 def nothing(path: Path) -> None: ...
 
 
@@ -89,6 +94,7 @@ FAILS = {
     "no file": Fails(os.mkfifo, does_nothing, "tuned", ("full", "sharded"), "neither a file nor a folder"),
     "placeholders are changed": Fails(nothing, changes_placeholders, "zero1", ("sharded",), "A hook has changed"),
     "shards are copied": Fails(nothing, copies_shards, "zero3", ("sharded",), "A hook has changed"),
+    "a function": Fails(nothing, holds_a_function, "zero1", ("full", "sharded"), "pickle"),
     "no room": Fails(a_file, fills_up, "zero1", ("full", "sharded", "async"), UNCHANGED),
 }
 

@@ -242,14 +242,11 @@ def uneven(samples: int, more: int, **arguments: Any) -> DataLoader[Any]:
 SAMPLERS: dict[str, Row] = {
     "shuffled": Row(loader),
     "sequential": Row(lambda: loader(shuffle=False)),
-    "drop_last": Row(lambda: loader(drop_last=True)),
     "by one": Row(lambda: loader(batch_size=None)),
     "workers": Row(lambda: loader(num_workers=2)),
     "persistent": Row(lambda: loader(num_workers=1, persistent_workers=True, prefetch_factor=4)),
     "weighted": Row(lambda: loader(sampler=WeightedRandomSampler(weights(), SAMPLES))),
-    "weighted own": Row(lambda: loader(sampler=WeightedRandomSampler(weights(), 23)), OWN),
     "random own": Row(lambda: loader(), OWN),
-    "random own, workers": Row(lambda: loader(num_workers=1), OWN),
     "random own, generator": Row(lambda: loader(generator=own_generator()), OWN),
     "generator, workers": Row(lambda: loader(generator=own_generator(), num_workers=1), OWN),
     "with replacement": Row(lambda: loader(sampler=RandomSampler(range(SAMPLES), True, 70, own_generator())), OWN),
@@ -259,7 +256,6 @@ SAMPLERS: dict[str, Row] = {
     "unknown": Row(lambda: loader(sampler=Unknown()), OWN),
     "unknown, workers": Row(lambda: loader(sampler=Unknown(), num_workers=1)),
     "unknown, no length": Row(lambda: loader(sampler=Unsized()), OWN),
-    "unknown, no length, accumulated": Row(lambda: loader(sampler=Unsized()), {**OWN, "accumulate_grad_batches": 5}),
     "numbers of NumPy": Row(lambda: loader(sampler=Permuted()), OWN),
     "batch sampler": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES)))), OWN),
     "batch sampler, injected": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES))))),
@@ -281,7 +277,6 @@ TOGETHER: dict[str, Row] = {
 }
 ARGUMENTS: dict[str, Row] = {
     "limited": Row(loader, {"limit_train_batches": 5}),
-    "limited part": Row(loader, {"limit_train_batches": 0.7}),
     "limited, cycled": Row(cycled, {**OWN, "limit_train_batches": 5}),
     "validated": Row(loader, {"val_check_interval": 2}),
     "validated across epochs": Row(loader, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
@@ -289,7 +284,6 @@ ARGUMENTS: dict[str, Row] = {
     "accumulated own": Row(
         loader, {**OWN, "accumulate_grad_batches": 3}, strategy={"shard_gradients": True, "expose_gradients": False}
     ),
-    "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
     "reloaded": Row(loader, {"reload_dataloaders_every_n_epochs": 1}, from_module=True),
     "reloaded own": Row(loader, {**OWN, "reload_dataloaders_every_n_epochs": 1}, from_module=True),
     "overfitted": Row(loader, {"overfit_batches": 3}),
@@ -314,7 +308,6 @@ STATEFUL: dict[str, Row] = {
     "no length first, workers": Row(
         lambda: CombinedLoader([without_length(17), loader(num_workers=1)], "min_size"), OWN
     ),
-    "no length first, draws": Row(lambda: CombinedLoader([without_length(17), Dealt()], "min_size"), OWN),
     "no lengths, max_size": Row(
         lambda: CombinedLoader([without_length(14), without_length(30), stateful(7)], "max_size"), OWN
     ),
@@ -389,16 +382,6 @@ UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.1}
 THREE: dict[str, Row] = {
     "three ranks": in_hooks(lambda: stateful(36), BATCHES[1:], ONCE, TUNED, UNUSED, 4000),
 }
-DETERMINISTIC: dict[str, Row] = {
-    "three ranks, deterministic": in_hooks(
-        lambda: stateful(36),
-        BATCHES[1:],
-        {**ONCE, "deterministic": True},
-        TUNED,
-        {"find_unused_parameters": True, "bucket_cap_mb": "auto"},
-        4000,
-    ),
-}
 QUICK = {name: row._replace(after=(1, 5)) for name, row in QUICK.items()}
 # Under DDP ranks with different numbers of batches wait for each other forever. All batches of rows alike are too many:
 # two, of each row others.
@@ -406,4 +389,4 @@ ROWS = {
     name: row._replace(kind=KINDS[number % 2 if "uneven" not in name else 0], after=(1 + number % 6, 8 + number % 11))
     for number, (name, row) in enumerate({**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}.items())
 }
-ROWS |= {**QUICK, **HOOKS, **UNSIZED, **STATEFUL_HOOKS, **THREE, **DETERMINISTIC}
+ROWS |= {**QUICK, **HOOKS, **UNSIZED, **STATEFUL_HOOKS, **THREE}

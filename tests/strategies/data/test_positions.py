@@ -24,7 +24,6 @@ from tests.strategies.data.rows import (
     ARGUMENTS,
     BATCH,
     BATCHES,
-    DETERMINISTIC,
     ENDS,
     HOOKS,
     KINDS,
@@ -39,7 +38,6 @@ from tests.strategies.data.rows import (
     THREE,
     TOGETHER,
     UNSIZED,
-    Dealt,
     Numbered,
     Permuted,
     Row,
@@ -83,7 +81,6 @@ RUNS: dict[str, tuple[int, Iterable[str]]] = {
     "stateful in hooks": (2, STATEFUL_HOOKS),
     "no length": (2, UNSIZED),
     "no length alone": (1, UNSIZED),
-    "deterministic": (3, DETERMINISTIC),
 }
 
 
@@ -389,32 +386,6 @@ def preempted(folder: str) -> dict[str, Any]:
 def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
     """Told in a batch, agreed on in it, saved when the next has been fetched, which counts not."""
     assert pool.run(2, preempted, str(tmp_path)) == [{}, {}]
-
-
-class Unpicklable(Dealt):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "function": lambda: None}
-
-
-class TriesToSave(Callback):
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            with pytest.raises(AttributeError, match="pickle"):
-                trainer.save_checkpoint(f"{self.folder}/a.ckpt")
-
-
-def trained_unpicklable(folder: str) -> float:
-    expected = fit(Row(lambda: Dealt(20), OWN), 0)
-    actual = fit(Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
-    return distance(actual.parameters, expected.parameters)
-
-
-def test_a_state_that_cannot_be_pickled_ends_the_save_and_not_the_training(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(2, trained_unpicklable, str(tmp_path)) == [0.0, 0.0]
-    assert not list(tmp_path.iterdir())
 
 
 def epochs_of(path: str | Path) -> dict[str, Any]:
