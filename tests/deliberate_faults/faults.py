@@ -234,7 +234,7 @@ strategies/checkpoint/test_preemption.py::test_all_ranks_save_after_the_same_bat
 strategies/gradients/observers.py: hooks of the other package's base classes are taken for a user's
 - "pytorch_lightning.",
 + "pytorch_lightning_",
-test_namespaces.py::test_a_trainer_of_the_other_package_trains_as_its_ddp_does[forked]
+test_namespaces.py::test_an_unmodified_program_trains_as_its_ddp_does[forked]
 
 pytorch_lightning.py: imports within functions are not renamed
 - _with_renamed_imports(one) if isinstance(one, CodeType) else one for one in
