@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 
 from hypothesis import given, settings
@@ -160,19 +160,6 @@ def test_parameter_partition_leaves_parameters_whole_in_their_order_and_pads_lit
         # What makes equal parts of it is the last rank's.
         ends = [slot.offset + slot.numel for slot in filled]
         assert bucket.bounds[world_size - 1] - max(ends, default=0) < alignment
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
-def test_parts_are_those_of_the_ranks_that_have_each_element(lengths: list[int], data: st.DataObject) -> None:
-    bounds = tuple(accumulate(lengths, initial=0))
-    stop = data.draw(st.integers(0, bounds[-1]))
-    start = data.draw(st.integers(0, stop))
-    owner_of = [rank for rank, length in enumerate(lengths) for _ in range(length)]
-    parts = list(parts_of(bounds, start, stop))
-    assert [rank for rank, first, end in parts for _ in range(first, end)] == owner_of[start:stop]
-    assert [element for part in parts for element in range(part.start, part.stop)] == list(range(start, stop))
-    # One for each rank that has any.
-    assert len(parts) == len(set(owner_of[start:stop]))
 
 
 def test_known_layouts() -> None:

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.work import Arrivals, Work
+from lightning_parstrat.distributed.comm.work import Arrivals
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
-from tests.distributed.engines import backward, make_engine
+from tests.distributed.engines import LoggedCollectives, backward, make_engine
 from tests.pool import RankPool
 
 Log = list[tuple[str, Any, Any]]
@@ -38,33 +38,19 @@ class RecordingStreams:
         self.log.append(("waits for stream", self.name, stream))
 
 
-class _Recorded:
-    def __init__(self, work: Work, number: int, streams: RecordingStreams) -> None:
-        self.work, self.number, self.streams = work, number, streams
+class _Noted:
+    """What collectives log, with the stream that it was done on."""
 
-    def wait(self) -> None:
-        self.streams.log.append(("waits for transfer", self.streams.name, self.number))
-        self.work.wait()
+    def __init__(self, streams: RecordingStreams) -> None:
+        self.streams = streams
 
-    def is_completed(self) -> bool:
-        return False
+    def append(self, entry: tuple[str, int]) -> None:
+        kind = "launches" if entry[0].startswith("launch") else "waits for transfer"
+        self.streams.log.append((kind, self.streams.name, entry[1] + 1))
 
 
-class RecordedCollectives(Collectives):
-    def __init__(self, inner: Collectives, streams: RecordingStreams) -> None:
-        super().__init__(inner.group)
-        self.inner, self.streams, self.launched = inner, streams, 0
-
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
-        return self._record(lambda: self.inner.reduce_scatter(buffer, shard, bounds))
-
-    def _all_gather(self, buffer: Tensor, bounds: Any) -> Work:
-        return self._record(lambda: self.inner.all_gather(buffer, bounds))
-
-    def _record(self, launch: Any) -> Work:
-        self.launched += 1
-        self.streams.log.append(("launches", self.streams.name, self.launched))
-        return _Recorded(launch(), self.launched, self.streams)
+def recorded(inner: Collectives, streams: RecordingStreams) -> LoggedCollectives:
+    return LoggedCollectives(inner.group, _Noted(streams))  # type: ignore[arg-type]
 
 
 def two_layers(**policy: Any) -> tuple[nn.Sequential, ShardedDataParallel, RecordingStreams]:
@@ -78,7 +64,7 @@ def gathers(reader: str, **policy: Any) -> Log:
     """What is queued where from a step on, until the first layer is read on a stream; or by the step alone."""
     module, engine, streams = two_layers(**policy)
     engine.gatherer.streams = streams
-    engine.gatherer.collectives = RecordedCollectives(engine.gatherer.collectives, streams)
+    engine.gatherer.collectives = recorded(engine.gatherer.collectives, streams)
     backward(engine, module(torch.ones(2, 4)).sum())
     engine.optimizers[0].step()
     if reader:
@@ -92,8 +78,8 @@ def gathers(reader: str, **policy: Any) -> Log:
 def reductions(streams_of_gradients: tuple[str, str], cap: float) -> Log:
     """What is queued where if the gradients of the last and the first layer become ready on these streams."""
     module, engine, streams = two_layers(bucket_cap_mb=cap)
-    recorded = RecordedCollectives(engine.reducer.collectives, streams)
-    engine.reducer.collectives, engine.reducer.max_inflight = recorded, 4
+    engine.reducer.collectives = recorded(engine.reducer.collectives, streams)
+    engine.reducer.max_inflight = 4
     engine.reducer.follow_streams(streams)
     for parameter, name in zip(reversed(list(module.parameters())), streams_of_gradients, strict=True):
         # Before our hook: ours are put last when the backward is announced.

@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -124,56 +124,36 @@ def net() -> nn.Sequential:
 image_loss = partial(squared_error, shape=(3, 2, 4, 4), target=0.1)
 
 
-def scheduled(parameters: Any) -> Optimizer:
-    """A scheduler's wrapper of `step` does not come along, as with torch's own copies."""
-    optimizer = sgd(parameters)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return optimizer
+OPTIMIZERS: list[Callable[[Any], Optimizer]] = [adamw, sgd, adagrad, adafactor]
 
 
-OPTIMIZERS: list[Callable[[Any], Optimizer]] = [adamw, sgd, adagrad, adafactor, scheduled]
-
-
-class Pair(NamedTuple):
-    """A sharded optimizer and one of a single process, in the middle of the same training."""
-
-    engine: Any
-    module: nn.Module
-    optimizer: Optimizer
-    twin: nn.Module
-    twins: Optimizer
-
-    def step(self, number: int, sharded: bool = True) -> None:
-        for one in (self.optimizer, self.twins):
-            one.zero_grad()
-        if sharded:
-            backward(self.engine, image_loss(self.module, number))
-        else:
-            image_loss(self.module, number).backward()
-        image_loss(self.twin, number).backward()
-        for one in (self.optimizer, self.twins):
-            one.step()
-
-    def check(self) -> None:
-        close(list(self.module.parameters()), list(self.twin.parameters()))
-        close(self.optimizer.state_dict(), self.twins.state_dict())
-
-
-def close(actual: Any, expected: Any) -> None:
-    assert_same(actual, expected, rtol=1e-5, atol=1e-7)
-
-
-def in_the_middle(make: Callable[[Any], Optimizer], steps: int = 2) -> Pair:
-    module, twin = net(), net()
-    optimizer, twins = make(module.parameters()), make(twin.parameters())
-    pair = Pair(make_engine(module, optimizer, bucket_cap_mb=3e-4), module, optimizer, twin, twins)
+def stepped(make: Callable[[Any], Optimizer], sharded: int, steps: int) -> tuple[nn.Module, Optimizer]:
+    """Two steps and more, of which the first ones are sharded; a parameter is added after two. Closures see all."""
+    module: Any = net()
+    optimizer = make(module.parameters())
+    engine = make_engine(module, optimizer, bucket_cap_mb=3e-4) if sharded else None
     for number in range(steps):
-        pair.step(number)
-    return pair
+        if number == 2:
+            if engine is not None:
+                engine.close()
+            module.extra = nn.Parameter(torch.ones(3))
+            optimizer.add_param_group({"params": [module.extra], "lr": 0.01})
+
+        def closure(number: int = number) -> Tensor:
+            optimizer.zero_grad()
+            loss = image_loss(module, number) + (module.extra.sum() if number >= 2 else 0)
+            if number < sharded:
+                backward(engine, loss)
+            else:
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return module, optimizer
 
 
 def copies() -> None:
-    optimizer = in_the_middle(adamw).optimizer
+    _, optimizer = stepped(adamw, 2, 2)
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(copied) is type(optimizer) and not is_sharded(copied)
         for read in (copied.step, copied.state_dict, lambda one=copied: copy.deepcopy(one)):
@@ -189,37 +169,13 @@ def test_a_copy_needs_its_state(pool: RankPool) -> None:
 
 
 def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:
-    """Hooks run once and see full parameters, groups can be added, closures run, and methods that were kept go on."""
     for make in makers:
-        pair = in_the_middle(make)
-        kept = pair.optimizer.zero_grad, pair.optimizer.state_dict
-        schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (pair.optimizer, pair.twins)]
-        seen: list[list[int]] = [[], []]
-        for opt, log in zip((pair.optimizer, pair.twins), seen, strict=True):
-            for register in (opt.register_step_pre_hook, opt.register_step_post_hook):
-                register(lambda o, *_, log=log: log.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
-        pair.step(2)
-        pair.engine.close()
-        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
-            module.extra = nn.Parameter(torch.ones(3))
-            opt.add_param_group({"params": [module.extra], "lr": 0.01})
-        pair.step(3, sharded=False)
-        for scheduler in schedulers:
-            scheduler.step()
-        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
-
-            def closure(module: Any = module, opt: Optimizer = opt) -> Tensor:
-                opt.zero_grad()
-                loss = image_loss(module, 4) + module.extra.sum()
-                loss.backward()
-                return loss
-
-            opt.step(closure)
-        pair.check()
-        assert seen[0] == seen[1] and len(seen[0]) == 6 and type(pair.optimizer) is type(pair.twins)
-        kept[0]()
-        assert all(parameter.grad is None for parameter in pair.module.parameters())
-        assert_same(kept[1](), pair.optimizer.state_dict())
+        (module, optimizer), (twin, twins) = (stepped(make, sharded, 4) for sharded in (2, 0))
+        assert type(optimizer) is type(twins)
+        close = {"rtol": 1e-5, "atol": 1e-7}
+        assert_same(
+            [list(module.parameters()), optimizer.state_dict()], [list(twin.parameters()), twins.state_dict()], **close
+        )
 
 
 def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
