@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,16 +165,8 @@ class Delegates(Optimizer):
         return self.base.step(closure)
 
 
-def torchs(cls: Any, **arguments: Any) -> Callable[[], Optimizer]:
+def by(cls: Any, **arguments: Any) -> Callable[[], Optimizer]:
     return lambda: cls(parameters(), **arguments)
-
-
-def moves(by: Callable[[Any, Tensor], Tensor], **arguments: Any) -> Callable[[], Optimizer]:
-    return lambda: Moves(parameters(), by, **arguments)
-
-
-def own(cls: Any) -> Callable[[], Optimizer]:
-    return lambda: cls(parameters())
 
 
 def narrow(make: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[[], Optimizer]:
@@ -204,88 +196,55 @@ def scheduled(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-class Asked(NamedTuple):
-    """An optimizer, and how it is treated by default: after it was tried, unless it is torch's and element-wise.
-
-    ``partition`` is None where every rank steps all of it, for a reason with these words.
-    """
-
-    make: Callable[[], Any]
-    partition: str | None
-    words: str = ""
-
-
-def by_element(make: Callable[[], Any]) -> Asked:
-    return Asked(make, "element")
-
-
-def by_parameter(make: Callable[[], Any]) -> Asked:
-    return Asked(make, "parameter")
-
-
-def depends(make: Callable[[], Any]) -> Asked:
-    return Asked(make, None, "depends on others")
-
-
-def untold(make: Callable[[], Any], words: str = "trying it on a copy failed") -> Asked:
-    return Asked(make, None, words)
-
-
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-CASES: dict[str, Asked] = {
-    **{name: by_element(torchs(getattr(torch.optim, name), lr=0.1)) for name in ELEMENTWISE},
-    "AdamW, scheduled": by_element(lambda: scheduled(torch.optim.AdamW(parameters()))),
-    "Adafactor": by_parameter(torchs(torch.optim.Adafactor)),
-    "Adafactor, scheduled": by_parameter(lambda: scheduled(torch.optim.Adafactor(parameters()))),
-    # A matrix is all that it takes.
-    "Muon": by_parameter(lambda: torch.optim.Muon(matrices())),
-    # A subclass may do anything, so that its parameters are not cut unless it is asked for.
-    "a subclass": by_parameter(own(MyAdam)),
-    "plain": by_parameter(own(Own)),
-    "momentum": by_parameter(own(Momentum)),
-    "unlike parameters": by_parameter(unlike_parameters),
-    # A rank that owns nothing would raise in training as well.
-    "one parameter, and needs one": untold(lambda: GloballyScaled(parameters()[:1])),
-    "uses the loss": by_parameter(own(NeedsTheLoss)),
-    "nothing but an empty parameter": by_parameter(lambda: Own([nn.Parameter(torch.zeros(0))])),
-    "loads its state": by_parameter(own(LoadsItsState)),
-    "mixes what it loads": depends(own(MixesWhatItLoads)),
-    "global norm": depends(own(GloballyScaled)),
-    "global norm, scheduled": depends(lambda: scheduled(GloballyScaled(parameters()))),
-    "global clip": depends(
-        # It acts only where the whole gradient is long: most of the trial's steps would not show it.
-        moves(lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1))
-    ),
-    "norm of a group": depends(lambda: in_groups(partial(Moves, by=by_norm_of_its_group))),
-    "running distance": depends(own(RunningDistance)),
-    "state by position": depends(moves(by_its_position)),
-    "its own list": depends(own(KeepsItsOwnList)),
-    "noise": depends(moves(lambda _, one: one.grad + torch.randn_like(one))),
-    "Python's noise": depends(moves(lambda _, one: one.grad * random.random())),
-    "closure twice": untold(own(ClosureTwice), "evaluates the closure again"),
-    # A warm-up starts at nothing, or next to it, and what does not move would look alone.
-    **{
-        f"{name}, learning rate {lr}": kind
-        for lr in (0.0, 1e-9, torch.tensor(0.0))
-        for name, kind in (
-            ("by its rate", depends(moves(by_its_rate, lr=lr))),
-            ("Adafactor", by_parameter(torchs(torch.optim.Adafactor, lr=lr))),
-        )
-    },
-    # So would what is lost in rounding; and overflow would look like others' doing.
-    **{
-        f"{name}, {dtype}": kind(narrow(make, dtype))
-        for dtype in (torch.bfloat16, torch.float16)
-        for name, make, kind in (
-            ("global norm", GloballyScaled, depends),
-            ("by its rate", partial(Moves, by=by_its_rate, lr=1e-4), depends),
-            ("Adafactor", torch.optim.Adafactor, by_parameter),
-            ("a subclass", partial(MyAdam, lr=1e-5), by_parameter),
-        )
-    },
-    "never moves": untold(moves(lambda _, one: torch.zeros_like(one)), "moved nothing"),
-    "uncopyable": untold(own(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
+RATES = (0.0, 1e-9, torch.tensor(0.0))
+"""A warm-up starts at nothing, or next to it, and what does not move would look alone."""
+NARROW = (torch.bfloat16, torch.float16)
+"""So would what is lost in rounding; and overflow would look like others' doing."""
+BY_ELEMENT: dict[str, Callable[[], Any]] = {
+    **{name: by(getattr(torch.optim, name), lr=0.1) for name in ELEMENTWISE},
+    "AdamW, scheduled": lambda: scheduled(torch.optim.AdamW(parameters())),
 }
+BY_PARAMETER: dict[str, Callable[[], Any]] = {
+    "Adafactor": by(torch.optim.Adafactor),
+    "Adafactor, scheduled": lambda: scheduled(torch.optim.Adafactor(parameters())),
+    **{f"Adafactor, learning rate {lr}": by(torch.optim.Adafactor, lr=lr) for lr in RATES},
+    **{f"Adafactor, {dtype}": narrow(torch.optim.Adafactor, dtype) for dtype in NARROW},
+    # A matrix is all that it takes.
+    "Muon": lambda: torch.optim.Muon(matrices()),
+    # A subclass may do anything, so that its parameters are not cut unless it is asked for.
+    "a subclass": by(MyAdam),
+    **{f"a subclass, {dtype}": narrow(partial(MyAdam, lr=1e-5), dtype) for dtype in NARROW},
+    "momentum": by(Momentum),
+    "unlike parameters": unlike_parameters,
+    "uses the loss": by(NeedsTheLoss),
+    "nothing but an empty parameter": lambda: Own([nn.Parameter(torch.zeros(0))]),
+    "loads its state": by(LoadsItsState),
+}
+DEPENDS: dict[str, Callable[[], Any]] = {
+    "mixes what it loads": by(MixesWhatItLoads),
+    "global norm": by(GloballyScaled),
+    "global norm, scheduled": lambda: scheduled(GloballyScaled(parameters())),
+    **{f"global norm, {dtype}": narrow(GloballyScaled, dtype) for dtype in NARROW},
+    # It acts only where the whole gradient is long: most of the trial's steps would not show it.
+    "global clip": by(Moves, by=lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1)),
+    "norm of a group": lambda: in_groups(partial(Moves, by=by_norm_of_its_group)),
+    "running distance": by(RunningDistance),
+    "state by position": by(Moves, by=by_its_position),
+    "its own list": by(KeepsItsOwnList),
+    "noise": by(Moves, by=lambda _, one: one.grad + torch.randn_like(one)),
+    "Python's noise": by(Moves, by=lambda _, one: one.grad * random.random()),
+    **{f"by its rate, {lr}": by(Moves, by=by_its_rate, lr=lr) for lr in RATES},
+    **{f"by its rate, {dtype}": narrow(partial(Moves, by=by_its_rate, lr=1e-4), dtype) for dtype in NARROW},
+}
+UNTOLD: dict[str, tuple[Callable[[], Any], str]] = {
+    # A rank that owns nothing would raise in training as well.
+    "one parameter, and needs one": (lambda: GloballyScaled(parameters()[:1]), "trying it on a copy failed"),
+    "closure twice": (by(ClosureTwice), "evaluates the closure again"),
+    "never moves": (by(Moves, by=lambda _, one: torch.zeros_like(one)), "moved nothing"),
+    "uncopyable": (by(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
+}
+"""And the reason why every rank steps all of it."""
 
 
 def check(name: str, optimizer: Any, choice: PartitionChoice, partition: str | None, words: str) -> None:
@@ -298,20 +257,25 @@ def check(name: str, optimizer: Any, choice: PartitionChoice, partition: str | N
 
 
 def test_what_is_tried_is_found_out_and_treated_so() -> None:
-    for name, case in CASES.items():
-        check(name, case.make(), "auto", case.partition, case.words)
-        # Before 2.13 Adagrad had its state when it was made, and only then: a copy with other parameters has none.
-        if case.partition == "element" and not (name == "Adagrad" and is_before("2.13")):
-            assert steps_parameters_alone(case.make()).alike is True, name
+    for found, partition in ((BY_ELEMENT, "element"), (BY_PARAMETER, "parameter")):
+        for name, make in found.items():
+            check(name, make(), "auto", partition, "")
+            # Before 2.13 Adagrad had its state when it was made, and only then: a copy with others has none.
+            if partition == "element" and not (name == "Adagrad" and is_before("2.13")):
+                assert steps_parameters_alone(make()).alike is True, name
+    for name, make in DEPENDS.items():
+        check(name, make(), "auto", None, "depends on others")
+    for name, (make, words) in UNTOLD.items():
+        check(name, make(), "auto", None, words)
 
 
 def test_a_promise_is_taken_where_sharding_can_keep_it() -> None:
     for name in ELEMENTWISE:
-        check(name, CASES[name].make(), "element", "element", "")
-        check(name, CASES[name].make(), "parameter", "parameter", "")
+        check(name, BY_ELEMENT[name](), "element", "element", "")
+        check(name, BY_ELEMENT[name](), "parameter", "parameter", "")
     # That of its user, who knows better.
-    for name in ("global norm", "uncopyable"):
-        check(name, CASES[name].make(), "parameter", "parameter", "")
+    for cls in (GloballyScaled, Uncopyable):
+        check(cls.__name__, cls(parameters()), "parameter", "parameter", "")
     # No promise helps where sharding has no way to keep it.
     for make, words in (
         (replaced_zero_grad, "`zero_grad` was replaced"),
