@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.gradients.clipping import gradient_norm, step_gradients
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
@@ -39,9 +38,3 @@ def marks_of_a_step() -> list[str]:
 def test_a_trace_names_what_a_step_does_in_its_order(pool: RankPool) -> None:
     for names in pool.run(2, marks_of_a_step):
         assert [name for name in names if name in IN_ORDER] == list(IN_ORDER)
-
-
-def test_where_nobody_traces_a_mark_is_nothing() -> None:
-    with marked("a") as of_a, marked("b") as of_b:
-        assert of_a is None and of_b is None
-    assert marked("a") is marked("b")

@@ -60,16 +60,6 @@ def test_a_job_that_is_told_to_go_goes_on_where_it_was(cluster: SlurmCluster, tm
     assert "trained 40 on 4" in job.rank(0)
 
 
-def test_a_window_that_is_open_is_finished_first(cluster: SlurmCluster, tmp_path: Path) -> None:
-    write_program(tmp_path, steps=60, seconds=0.05, accumulate_grad_batches=4)
-    job = submit(cluster, tmp_path)
-    wait_for_step(cluster, job, 0, step=2)
-    cluster.run("scancel", "--signal=USR1", str(job.number))
-    assert cluster.wait_for_end(job.number, START + 60, job.says) == "COMPLETED"
-    steps = [step for run in range(2) for step in job.begun(run)]
-    assert steps == [batch // 4 for batch in range(60)], job.says()
-
-
 @pytest.mark.parametrize("how", ["signal", "requeue", "node"])
 def test_a_job_that_is_taken_away_goes_on_from_its_last_checkpoint(
     cluster: SlurmCluster, tmp_path: Path, how: str
@@ -123,21 +113,6 @@ srun --open-mode=append --output=run/rank-0.log {sys.executable} -m torch.distri
     assert cluster.wait_for_end(job.number, START + 90, job.says) == "COMPLETED", job.says()
     first, second = (sorted(set(job.begun(run))) for run in range(2))
     assert [*first, *second] == list(range(40)), job.says()
-
-
-def test_jobs_in_one_folder_do_not_share_what_they_save(cluster: SlurmCluster, tmp_path: Path) -> None:
-    write_program(tmp_path, steps=60, seconds=0.1)
-    one = ("--nodes", "1", "--devices", "1", "--runs", "all")
-    first = submit(cluster, tmp_path, *one)
-    wait_for_step(cluster, first, 0, step=3)
-    cluster.run("scancel", "--signal=USR1", str(first.number))
-    cluster.wait_until(lambda: list(first.folder.glob("hpc_ckpt_*.ckpt")), 30, first.says)
-    second = submit(cluster, tmp_path, *one)
-    for job in (first, second):
-        assert cluster.wait_for_end(job.number, START + 60, job.says) == "COMPLETED"
-    assert second.begun(0) == list(range(60))
-    assert [*first.begun(0), *first.begun(1)] == list(range(60))
-    assert {first.folder.parent, second.folder.parent} == {tmp_path / "all"}
 
 
 def test_doctor_asks_all_ranks_of_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:

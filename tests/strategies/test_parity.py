@@ -94,6 +94,7 @@ WIRES: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered": ("zero1", {"gather_dtype": "bf16"}),
     "gathered, whole parameters": ("zero1", {"gather_dtype": "bf16", "partition": "parameter"}),
     "both": ("zero1", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
+    "both, in groups": ("zero1", {"comm_dtype": "bf16", "gather_dtype": "bf16", "shard_group": 1}),
     "reduced, accumulated in shards": ("zero1", {"comm_dtype": "bf16", "shard_gradients": True}),
     "zero3, reduced": ("zero3", {"comm_dtype": "bf16"}),
 }

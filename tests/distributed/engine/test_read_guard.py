@@ -76,11 +76,8 @@ ONES = torch.ones(1, 4)
 READS: dict[str, Callable[[nn.Linear], Any]] = {
     "forward": lambda m: m(ONES),
     "matmul": lambda m: ONES @ m.weight.T,
-    "the second argument": lambda m: torch.add(torch.zeros(4), m.bias),
     "a keyword": lambda m: F.linear(ONES, weight=m.weight),
     "in a list": lambda m: torch.stack(torch._foreach_norm([m.weight, m.bias])),
-    "in a tuple in a list": lambda m: torch.cat((m.weight.reshape(-1), m.bias)),
-    "penalty": lambda m: torch.stack([p.pow(2).sum() for p in m.parameters()]).sum(),
     "data": lambda m: m.weight.data,
     "detach": lambda m: m.weight.detach(),
     "clone": lambda m: m.weight.clone(),
@@ -94,19 +91,10 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
     "custom function": lambda m: Scale.apply(ONES, m.weight),
     "functional call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (ONES,)),
     "vmap": lambda m: torch.vmap(lambda x: m.weight @ x)(ONES),
-    "autocast": lambda m: _under_autocast(m),
-    "no grad": lambda m: torch.no_grad()(lambda: m(ONES))(),
-    "an average": lambda m: torch.optim.swa_utils.AveragedModel(m).module.weight,
     "another thread": lambda m: in_a_thread(lambda: m.weight.detach().clone()),
-    "as a held reference": lambda m: list(m.parameters())[-1].sum(),
     "repr": lambda m: torch.tensor(float("nan") if "nan" in repr(m.weight) else 0.0),
     "version": lambda m: torch.tensor(float(m.weight._version)),
 }
-
-
-def _under_autocast(module: nn.Module) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return module(ONES)
 
 
 def test_whoever_reads_it_waits() -> None:

@@ -1,14 +1,11 @@
 """Weights of micro-batches: their total over ranks, the messages that it takes, and errors that come on all ranks."""
 
 import math
-from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -17,7 +14,6 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
     InconsistentWeightsError,
     LossWeights,
     WindowWeight,
-    _HostCopy,
 )
 from tests.pool import RankPool
 
@@ -114,51 +110,3 @@ def test_what_is_no_weight_or_missing_is_an_error_on_all_ranks(pool: RankPool) -
         for (where, message), (steps, expected, messages) in zip(found, FAILURES, strict=True):
             assert where == expected, steps
             assert messages[rank] in message, steps
-
-
-class OnDevice(_HostCopy):
-    """A weight that the host does not know before it asks."""
-
-    def __init__(self, weight: float, weights: LossWeights) -> None:
-        self.on_device = torch.tensor(weight)
-        self._weights = weights
-
-    def __float__(self) -> float:
-        return self._weights.checked(float(self.on_device))
-
-
-def looked_at(weight: float, gradient: float, on_device: bool) -> str:
-    """The error of a window whose second micro-batch has such gradients on the last rank."""
-    weighed = Weighed()
-    module = nn.Linear(3, 1, bias=False)
-    parameters = [*module.parameters(), nn.Parameter(torch.ones(2), requires_grad=False)]
-    read = (lambda self, weight: OnDevice(weight, self)) if on_device else LossWeights._read
-    with mock.patch.object(LossWeights, "_read", read):
-        for number, (own_weight, own_gradient) in enumerate([(2.0, 1.0), (weight, gradient), (3.0, 1.0)]):
-            if dist.get_rank() < dist.get_world_size() - 1:
-                own_weight, own_gradient = 1.0, 1.0
-            factor = weighed.weights.add(number, own_weight, lambda: parameters)
-            (module(torch.ones(2, 3)).sum() * own_gradient * factor).backward()
-            weighed.weights.end_backward()
-    assert not parameters[0]._backward_hooks
-    try:
-        weighed.total()
-    except InconsistentWeightsError as error:
-        return str(error)
-    return ""
-
-
-def all_looked_at() -> dict[tuple[float, float, bool], str]:
-    cases = product((0.0, 5.0), (1.0, math.nan), (False, True))
-    return {case: looked_at(*case) for case in cases}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_without_weight_must_be_finite(pool: RankPool, world_size: int) -> None:
-    for found in pool.run(world_size, all_looked_at):
-        for case, message in found.items():
-            weight, gradient, _ = case
-            # A NaN that counts is the user's to see.
-            wrong = weight == 0 and math.isnan(gradient)
-            assert message.startswith(f"rank {world_size - 1}: The gradients of a micro-batch") == wrong, case
-            assert ("`mask.sum().clamp(min=1)`" in message) == wrong == bool(message), case

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.torchrun import Agent, nodes, one_node, torchrun
 
@@ -141,65 +144,47 @@ def test_a_training_that_loses_a_node_goes_on_with_the_other(tmp_path: Path) -> 
     assert noted(folder, "sees", 1) == [[{"ranks": 2, "nodes": 1, "devices": 2}]] * 2
 
 
-TRAINERS = """
-import json
-import os
-import sys
-import warnings
-
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+TORCHELASTIC = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+    **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+    **{"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+}
+"""Of the first of two ranks on one node."""
+BY_HAND = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+"""What a program does not set that sets the others itself."""
 
 
 class Own(TorchElasticEnvironment):
-    pass
+    """A user's own."""
 
 
-def outcome(environment=None, without=(), **told):
-    kept = {name: os.environ.pop(name) for name in without}
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = Trainer(
-                accelerator="cpu", strategy="zero1_custom", logger=False, enable_checkpointing=False,
-                plugins=[] if environment is None else [environment], **told
-            )
-        said = [str(one.message) for one in caught if "torchrun has started" in str(one.message)]
-        return [trainer.num_nodes, trainer.num_devices, trainer.distributed_sampler_kwargs["num_replicas"], len(said)]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        os.environ.update(kept)
+# The Trainer's devices, nodes and environment, and variables that are missing; then nodes, devices, replicas of the
+# sampler, and whether the Trainer's numbers are said not to count.
+TOLD: list[tuple[int, int, Any, tuple[str, ...], tuple[int, int, int, bool]]] = [
+    (2, 1, None, (), (1, 2, 2, False)),
+    (3, 2, None, (), (1, 2, 2, True)),
+    (2, 2, Own, (), (1, 2, 2, True)),
+    (3, 2, LightningEnvironment, (), (2, 3, 6, False)),
+    (3, 2, None, BY_HAND, (2, 3, 6, False)),
+]
 
 
-if __name__ == "__main__":
-    by_hand = ["LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"]
-    outcomes = {
-        "told rightly": outcome(devices=2),
-        "told of more": outcome(devices=3, num_nodes=2),
-        "told of too few devices": outcome(devices=1, num_nodes=2),
-        "own torchelastic": outcome(environment=Own(), devices=2, num_nodes=2),
-        "own environment": outcome(environment=LightningEnvironment(), devices=3, num_nodes=2),
-        "variables by hand": outcome(without=by_hand, devices=3, num_nodes=2),
-    }
-    with open(f"outcomes-{os.environ['RANK']}", "w") as file:
-        json.dump(outcomes, file)
-"""
+def trainer(monkeypatch: pytest.MonkeyPatch, devices: int, nodes: int, environment: Any, without: Any = ()) -> Trainer:
+    for name, value in TORCHELASTIC.items():
+        monkeypatch.delenv(name, raising=False) if name in without else monkeypatch.setenv(name, value)
+    plugins = [] if environment is None else [environment()]
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "plugins": plugins}
+    return Trainer(accelerator="cpu", strategy="zero1_custom", devices=devices, num_nodes=nodes, **quiet)
 
 
-def test_what_the_trainer_was_told_counts_where_torchelastic_does_not(tmp_path: Path) -> None:
-    (tmp_path / "trainers.py").write_text(TRAINERS)
-    ended = torchrun(tmp_path, ["trainers.py"], one_node(2))
-    assert ended.codes == [0], ended.said
-    for rank in range(2):
-        outcomes = json.loads((tmp_path / f"outcomes-{rank}").read_text())
-        said = int(rank == 0)
-        too_few = outcomes.pop("told of too few devices")
-        assert too_few.startswith("MisconfigurationException") and "`devices=2`" in too_few
-        assert outcomes == {
-            "told rightly": [1, 2, 2, 0],
-            "told of more": [1, 2, 2, said],
-            "own torchelastic": [1, 2, 2, said],
-            "own environment": [2, 3, 6, 0],
-            "variables by hand": [2, 3, 6, 0],
-        }
+def test_what_the_trainer_was_told_counts_where_torchelastic_does_not(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    for *told, expected in TOLD:
+        recwarn.clear()
+        made = trainer(monkeypatch, *told)
+        said = any("torchrun has started" in str(one.message) for one in recwarn)
+        replicas = made.distributed_sampler_kwargs["num_replicas"]
+        assert (made.num_nodes, made.num_devices, replicas, said) == expected, told
+    with pytest.raises(MisconfigurationException, match="`devices=2`"):
+        trainer(monkeypatch, 1, 2, None)
