@@ -1,4 +1,4 @@
-"""Exceptions on one rank, kills in set-up, signals while saving, and two jobs in one folder.
+"""A rank out of memory, kills in set-up, signals while saving, and two jobs in one folder.
 
 All ranks end soon, and what was saved is whole.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
@@ -22,30 +21,12 @@ from tests.faults.test_kills import ARGUMENTS, NAMES, SECONDS, check_all_whole
 from tests.faults.trainings import (
     PLACES_THAT_ALLOCATE,
     STEPS,
-    RaisesOnOneRank,
     RunsOutOfMemory,
     SignalledWhileSaving,
     train,
 )
 from tests.slow import slow_unless
 from tests.strategies.parity import make_trainer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saving", "rank"), [("full", 0), ("sharded", 1)])
-def test_a_save_after_one_ranks_exception_waits_for_nobody(tmp_path: Path, saving: str, rank: int) -> None:
-    folder = tmp_path / "checkpoints"
-    raises = RaisesOnOneRank(rank, step=5)
-    on_exception = OnExceptionCheckpoint(str(folder), "on_exception")
-    job = Job(tmp_path / "job", 2, train, str(folder), ARGUMENTS[saving], None, raises, on_exception)
-    ended = job.wait(SECONDS)
-    own, other = ended[rank], ended[1 - rank]
-    assert own.exitcode == 1 and own.output.rstrip().endswith("ValueError: a fault of this rank alone")
-    assert f"rank {1 - rank} cannot be reached: nothing was saved" in own.output
-    assert other.exitcode == 1 and f"ank {rank} did not answer" in other.output
-    assert other.seconds_after_first < TIMEOUT.total_seconds()
-    assert not (folder / "on_exception.ckpt").exists()
-    assert check_all_whole(folder) == 4
 
 
 @pytest.mark.parametrize(

@@ -124,15 +124,6 @@ class EndsAfter(Callback):
             kill()
 
 
-class RaisesOnOneRank(Callback):
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.global_rank == self.rank:
-            raise ValueError("a fault of this rank alone")
-
-
 class RunsOutOfMemory(Callback):
     """Has one rank run out of memory at one place of a step.
 

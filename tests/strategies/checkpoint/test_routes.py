@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parstrat.cli.main import main
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
@@ -214,52 +213,3 @@ def check_like(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     planned = [name for bucket in own.get("bucket_plan", ()) for name in bucket]
     # Neither buffers nor second names of tied parameters are in a bucket.
     assert len(set(planned)) == len(planned) and set(planned) <= actual["state_dict"].keys()
-
-
-class SavesAtOnce(Callback):
-    """What was loaded is saved before anything is trained."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.should_stop = True
-
-
-def resave(module: str, strategy: str, form: str, source: str, target: str) -> None:
-    trainer = make_trainer(make(strategy, form), max_epochs=2, min_epochs=0, callbacks=[SavesAtOnce(target)])
-    ranks = dist.get_world_size()
-    data = zoo.loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks, rank=dist.get_rank(), world_size=ranks)
-    trainer.fit(MODULES[module](), data, ckpt_path=source, weights_only=True)
-
-
-JOURNEYS = {
-    "full": "zero1 full 2, ddp full 2, zero1 full 3, ddp full 4, zero1 full 1, single full 1, zero1 full 2",
-    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2, zero3 sharded 3",
-    "groups": "grouped sharded 4, zero1 sharded 3, grouped full 4, zero1 full 1, grouped sharded 6, grouped full 2",
-}
-"""Strategies, formats and numbers of ranks, one after the other."""
-
-
-@pytest.mark.parametrize(
-    ("module", "journey"),
-    slow_unless(
-        lambda *case: case == ("adafactor", "sharded"),
-        [("gan", "full"), ("adafactor", "sharded"), ("scheduled", "groups"), *(("tied", name) for name in JOURNEYS)],
-    ),
-)
-def test_the_state_is_the_same_key_by_key_wherever_it_goes(
-    pool: RankPool, tmp_path: Path, module: str, journey: str
-) -> None:
-    (strategy, form, ranks), *others = [stage.split() for stage in JOURNEYS[journey].split(", ")]
-    source = tmp_path / "0.ckpt"
-    pool.run(int(ranks), write, module, strategy, form, str(source))
-    expected = load(source)
-    for number, (strategy, form, ranks) in enumerate(others, 1):
-        target = tmp_path / f"{number}.ckpt"
-        pool.run(int(ranks), resave, module, strategy, form, str(source), str(target))
-        found = load(target)
-        for key in ("state_dict", "optimizer_states", "lr_schedulers"):
-            assert_same({(strategy, ranks, key): found[key]}, {(strategy, ranks, key): expected[key]}, as_stored=True)
-        source = target
