@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu.rows import ONE_RANK, TWO_RANKS, Row, all_rows
+from benchmarks.gpu.rows import ONE_RANK, TWO_RANKS, all_rows
 from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-from benchmarks.gpu.contenders import Task  # noqa: E402 (it looks for modules in that folder)
-from benchmarks.gpu.program import failures  # noqa: E402
 from benchmarks.gpu.results import lines_of, summarize  # noqa: E402
-from benchmarks.gpu.worker import Measurement, Plan, Report  # noqa: E402
 
 
 def run(output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
@@ -80,19 +76,6 @@ def test_a_row_that_fails_says_why_and_leaves_the_others(tmp_path: Path) -> None
     assert "failed" not in rows["world1-tiny-bf16-mixed"] and len(rows) == 2
     code, printed, later = run(output, *few, "--budget-seconds", "1")
     assert code == 0 and printed.count("not begun") == len(all_rows(["tiny"])) and later == rows
-
-
-def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    row = Row("world", 1, "tiny", "bf16-mixed")
-    plan = Plan(warm_up=3, steps=1, turns=1, deadline=math.inf)
-    report = Report(tmp_path / "answer.json", plan, ("no such strategy", "single_device"))
-    Measurement(Task(row, torch.device("cpu")), plan, report).run()
-    found = json.loads((tmp_path / "answer.json").read_text())
-    assert "no such strategy" in found["contenders"]["no such strategy"]["failed"]
-    assert is_measured(found["contenders"]["single_device"]) and "at" not in found
-    assert failures(row.key, found) == [f"{row.key} no such strategy"]
-    summarize(found)
-    assert any("failed in turn 1" in line for line in lines_of(row.key, found))
 
 
 def test_ratios_are_taken_turn_by_turn() -> None:

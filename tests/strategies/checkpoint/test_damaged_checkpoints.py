@@ -121,7 +121,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda p: (p / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={}))),
         r"incomplete: state_dict/.* cannot be read \(KeyError",
     ),
-    "half an index": ("sharded", lambda p: cut(p, ".metadata"), r"its index, \.metadata, cannot be read"),
     "garbage in a rank": (
         "sharded",
         lambda p: garble(p / "__0_0.distcp"),

@@ -4,7 +4,7 @@ import os
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from tests.strategies.data.rows import (
     ROWS,
     SAMPLERS,
     SAMPLES,
-    START,
     STATEFUL,
     STATEFUL_HOOKS,
     THREE,
@@ -48,16 +47,23 @@ from tests.strategies.data.trainings import Saves, Sees, differences, fit, train
 from tests.strategies.parity import make_trainer
 from tests.strategies.test_dataloaders import workers_allowed
 
+TWICE = {
+    **dict.fromkeys(("any hook", "in windows", "any hook, no length", "twice an epoch"), BATCHES[1:]),
+    **{"ends, generator": ENDS, "in batches, draws": BATCHES[1:], "any hook, stateful": (*ENDS, BATCHES[1])},
+}
+"""Rows whose trainings are saved in these hooks, and once more when they have resumed."""
 
-def resumed(folder: str, names: list[str]) -> dict[str, Any]:
+
+def resumed(folder: str, names: list[str], twice: bool) -> dict[str, Any]:
     """For each row and save: what differs between the training that went on and the one that never stopped."""
     found: dict[str, Any] = {}
     for name in names:
-        row, saves = ROWS[name], Saves(f"{folder}/{name}", ROWS[name].after, ROWS[name].hooks)
+        row = ROWS[name]._replace(hooks=TWICE[name], after=(0, 4, 5, 8)) if twice else ROWS[name]
+        saves = Saves(f"{folder}/{name}", row.after, row.hooks)
         expected, saved = fit(row, 0), fit(row, 0, saves)
         assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
         assert saves.saved
-        found.update(differences(saves.folder, row, expected, saves.saved))
+        found.update(differences(saves.folder, row, expected, saves.saved, twice))
     return found
 
 
@@ -73,6 +79,8 @@ RUNS: dict[str, tuple[int, Iterable[str]]] = {
     "next sample": (2, FIRST),
     "any hook": (2, QUICK),
     "three ranks": (3, THREE),
+    "twice": (2, ["ends, generator"]),
+    "twice, more": (2, [name for name in TWICE if name != "ends, generator"]),
     "samplers": (2, SAMPLERS),
     "together": (2, TOGETHER),
     "arguments": (2, ARGUMENTS),
@@ -84,11 +92,11 @@ RUNS: dict[str, tuple[int, Iterable[str]]] = {
 }
 
 
-@pytest.mark.parametrize("which", slow_unless(lambda which: which in list(RUNS)[:3], RUNS))
+@pytest.mark.parametrize("which", slow_unless(lambda which: which in list(RUNS)[:4], RUNS))
 def test_a_training_goes_on_as_if_it_had_not_stopped(pool: RankPool, tmp_path: Path, which: str) -> None:
     ranks, rows = RUNS[which]
     names = [name for name in rows if which == "next sample" or name not in FIRST]
-    assert pool.run(ranks, resumed, str(tmp_path), names, timeout=400) == [{}] * ranks
+    assert pool.run(ranks, resumed, str(tmp_path), names, "twice" in which, timeout=400) == [{}] * ranks
 
 
 class FailedError(Exception):
@@ -308,45 +316,6 @@ def validated_before_training(folder: str) -> list[bool]:
 def test_a_run_leaves_nothing_of_its_checkpoint_to_the_next(pool: RankPool, tmp_path: Path) -> None:
     (found,) = pool.run(1, validated_before_training, str(tmp_path))
     assert found == [True, True, True, True]
-
-
-AFTER = (0, 4, 5, 8)
-
-
-def resumed_twice(folder: str, saves: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Resumes from every save, saves when that training starts or has trained a batch, and resumes from there."""
-    found: dict[str, Any] = {}
-    for name, hooks in saves.items():
-        row, saving = ROWS[name], Saves(f"{folder}/{name}", AFTER, hooks)
-        expected = fit(row, 0, saving)
-        for save, batches in saving.saved.items():
-            # In a training that has come to its end, nothing starts.
-            if batches < len(expected.seen):
-                again = Saves(f"{saving.folder}/from {save}", AFTER, (START, *hooks[2:]))
-                fit(row, 50, again, path=f"{saving.folder}/{save}.ckpt")
-                saved = {**again.saved, f"{START} 0": batches}
-                assert len(saved) == len(again.saved)
-                found.update(differences(again.folder, row, expected, saved))
-    return found
-
-
-TWICE = ("any hook", "in windows", "any hook, no length", "twice an epoch", "in batches, draws")
-
-
-@pytest.mark.parametrize(
-    "saves",
-    [
-        {"ends, generator": ENDS},
-        pytest.param(
-            {**dict.fromkeys(TWICE, BATCHES[1:]), "any hook, stateful": (*ENDS, BATCHES[1])}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["quick", "slow"],
-)
-def test_a_resumed_training_may_be_saved_when_it_starts(
-    pool: RankPool, tmp_path: Path, saves: dict[str, tuple[str, ...]]
-) -> None:
-    assert pool.run(2, resumed_twice, str(tmp_path), saves, timeout=400) == [{}, {}]
 
 
 class Told(Callback):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_parstrat
 from tests.comparing import distance
-from tests.strategies.data.rows import BATCHES, STEPS, Numbered, Row, loader
+from tests.strategies.data.rows import BATCHES, START, STEPS, Numbered, Row, loader
 from tests.strategies.parity import make_trainer
 from tests.strategies.test_dataloaders import workers_allowed
 
@@ -104,12 +104,21 @@ def fit(row: Row, seed: int, *callbacks: Callback, path: str | None = None, **mo
     return Training(module.seen, trained, Numbered.loaded, [str(one.message) for one in caught])
 
 
-def differences(folder: str, row: Row, expected: Training, saved: Mapping[str, int]) -> dict[str, Any]:
-    """For each save: what differs between the training that went on from it and the one that never stopped."""
-    found = {}
+def differences(
+    folder: str, row: Row, expected: Training, saved: Mapping[str, int], twice: bool = False
+) -> dict[str, Any]:
+    """For each save: what differs between the training that went on from it and the one that never stopped.
+
+    If ``twice``, what goes on is saved when it starts and in hooks of batches, and goes on from there, too.
+    """
+    found: dict[str, Any] = {}
     window = row.arguments.get("accumulate_grad_batches", 1)
     for name, batches in saved.items():
-        actual = fit(row, 99 + dist.get_rank(), path=f"{folder}/{name}.ckpt")
+        again = Saves(f"{folder}/from {name}", row.after if twice else (), (START, *row.hooks[2:]) if twice else ())
+        actual = fit(row, 99 + dist.get_rank(), again, path=f"{folder}/{name}.ckpt")
+        # In a training that has come to its end, nothing starts.
+        if twice and batches < len(expected.seen):
+            found |= differences(again.folder, row, expected, {**again.saved, f"{START} 0": batches})
         begun = len(expected.seen) - len(actual.seen)
         same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
         difference = distance(actual.parameters, expected.parameters[: len(actual.parameters)])
