@@ -62,11 +62,6 @@ def _around_renames(around: Callable[..., None], kills: KillsAt) -> None:
         around(module, "put_in_place", kills)
 
 
-def _between_renames(kills: KillsAt) -> None:
-    """When the old folder has another name, and the new one not yet its own."""
-    _after(os, "rename", kills)
-
-
 def _mid_removal(kills: KillsAt) -> None:
     """When half of the files of an old folder are gone, or just before an old file goes."""
     remove = durable_files.remove
@@ -92,7 +87,8 @@ SAVING: dict[str, Callable[[KillsAt], None]] = {
     "before fsync": lambda kills: _before(os, "fsync", kills),
     "before rename": lambda kills: _around_renames(_before, kills),
     "after rename": lambda kills: _around_renames(_after, kills),
-    "between renames": _between_renames,
+    # The old folder has another name, and the new one not yet its own.
+    "between renames": lambda kills: _after(os, "rename", kills),
     "mid-removal": _mid_removal,
     "between ranks": _between_ranks,
 }
