@@ -7,7 +7,6 @@ import lightning.pytorch.strategies
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-import lightning_parstrat
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy, _autoload
 from lightning_parstrat.strategies.registry import register_strategies
 from tests.scripts import run_script
@@ -77,14 +76,6 @@ print("checkpoint:", "torch.distributed.checkpoint" in sys.modules)
     version, heavy, *others = run_script(script, tmp_path).splitlines()
     assert version == importlib.metadata.version("lightning-parstrat")
     assert heavy == "heavy: []" and "checkpoint: False" in others
-
-
-def test_the_package_lists_and_gives_its_public_names() -> None:
-    assert {"TunedDDPStrategy", "ZeRO1Strategy", "__version__"} <= set(dir(lightning_parstrat))
-    assert lightning_parstrat.ZeRO1Strategy is ZeRO1Strategy
-    assert ZeRO1Strategy.__module__ == "lightning_parstrat.strategies.zero1"
-    with pytest.raises(AttributeError, match="has no attribute 'Zero1Strategy'"):
-        lightning_parstrat.Zero1Strategy  # noqa: B018
 
 
 def test_every_name_of_stock_ddp_has_its_like() -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.work import Arrivals
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.distributed.engines import LoggedCollectives, backward, make_engine
 from tests.pool import RankPool
@@ -120,20 +119,3 @@ def test_each_stream_waits_for_what_it_reads_and_for_nothing_else(pool: RankPool
     for of_gathers, of_reductions in pool.run(2, logs):
         assert of_gathers == [[FIRST, SECOND, *expected] for _, _, expected in GATHERS]
         assert of_reductions == [expected for _, _, expected in REDUCTIONS]
-
-
-def test_arrivals_are_waited_for_on_the_stream_that_gradients_leave_from() -> None:
-    streams = RecordingStreams()
-    arrivals = Arrivals(streams)
-    # A thread that launches from another stream may have made gradients there.
-    with streams.on("side"), arrivals.waited_for("bucket"):
-        streams.log.append(("launches", streams.name, 1))
-    assert streams.log == [("waits for stream", "main", "side"), FIRST, ("waits for stream", "side", "main")]
-    streams.log.clear()
-    with streams.on("graph"):
-        arrivals.note("bucket")
-    arrivals.forget("bucket")
-    arrivals.forget("another")
-    with arrivals.waited_for("bucket"):
-        assert streams.name == "main"
-    assert streams.log == []

@@ -73,25 +73,18 @@ class BySize(Sampler[list[int]]):
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(self.sampler)
-        for size in self._sizes():
-            yield [next(indices) for _ in range(size)]
+        indices, sizes = iter(self.sampler), self._sizes()
+        for place in torch.randperm(len(sizes)).tolist():
+            yield [next(indices) for _ in range(sizes[place])]
 
     def _sizes(self) -> list[int]:
-        sizes = [1 + number % 5 for number in range(100)]
         found: list[int] = []
         while (left := len(self.sampler) - sum(found)) > 0:
-            found.append(min(sizes[len(found)], left))
-        return [found[place] for place in torch.randperm(len(found)).tolist()]
+            found.append(min(1 + len(found) % 5, left))
+        return found
 
     def __len__(self) -> int:
-        return len(self._lengths())
-
-    def _lengths(self) -> list[int]:
-        state = torch.get_rng_state()
-        sizes = self._sizes()
-        torch.set_rng_state(state)
-        return sizes
+        return len(self._sizes())
 
 
 class Unknown(Sampler[int]):
