@@ -109,7 +109,7 @@ distributed/engine/test_precision.py::test_trains_as_by_hand
 distributed/gradients/clipping.py: every rank counts what all ranks have
 - counts_replicated = collectives is None or collectives.rank == 0
 + counts_replicated = True
-distributed/gradients/test_clipping.py
+strategies/test_parity.py::test_trains_as_the_oracle_does[memory shared without being tied-small buckets-2]
 
 strategies/gradients/clipping.py: a norm that overflows is taken for gradients that do
 - return self._on_any_rank(largest)
@@ -154,12 +154,12 @@ strategies/checkpoint/test_routes.py::test_a_file_is_what_ddp_writes_and_a_folde
 distributed/comm/collectives.py: each group of ranks sums the gradients of its own alone
 - sum_in_order(of_holders, total)
 + total.copy_(own)
-distributed/engine/test_shard_groups.py::test_trains_as_one_group_does_and_copies_stay_alike
+slow strategies/test_parity.py::test_trains_as_the_oracle_does[clip by norm-groups-4]
 
 distributed/gradients/clipping.py: every group of ranks adds its shards to the norm
 - counts_own = collectives is None or collectives.place.copy == 0
 + counts_own = True
-distributed/gradients/test_clipping.py
+slow strategies/test_parity.py::test_trains_as_the_oracle_does[clip by norm-groups-4]
 
 distributed/engine/buckets.py: a rank loads the part of another
 - part = self.storage_order(unsharded)[self.shard_slice.elements]

@@ -83,7 +83,7 @@ ARRIVE_IN_THE_STEP = {
 # Their users look at gradients between micro-batches.
 ACCUMULATE_IN_FULL = {"users' hooks", "inner backward"}
 # In which deliberate faults show.
-ALSO = {("two heads", "late"), ("unused", "by flag")}
+ALSO = {("two heads", "late"), ("unused", "by flag"), ("memory shared without being tied", "small buckets")}
 # Steps that are left out need no parameters.
 SKIPS = "fp16 autocast, a scale so large that steps are skipped"
 POLICIES: tuple[dict[str, Any], ...] = (
