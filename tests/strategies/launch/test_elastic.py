@@ -2,18 +2,75 @@
 
 import json
 import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.torchrun import Agent, nodes, one_node, torchrun
+from tests.scripts import TIMEOUT, clean_environment
 
 pytestmark = pytest.mark.slow
+
+# Agents look after their ranks often, and miss each other after few seconds.
+_QUICKLY = ("--monitor-interval", "0.1")
+_RENDEZVOUS = "last_call_timeout=10,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=8"
+
+
+class Agent(NamedTuple):
+    """One call of torchrun."""
+
+    options: Sequence[str]
+    variables: Mapping[str, str] = {}
+
+
+class Ended(NamedTuple):
+    """How the agents have ended, and what all of them have said."""
+
+    codes: list[int]
+    said: str
+
+
+def nodes(*agents: Agent, at_least: int = 1) -> list[Agent]:
+    """Agents that find each other, the first of which must outlive the others."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    common = ("--nnodes", f"{at_least}:{len(agents)}", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    return [
+        Agent((*common, "--rdzv-conf", f"{_RENDEZVOUS},is_host={int(not number)}", *agent.options), agent.variables)
+        for number, agent in enumerate(agents)
+    ]
+
+
+def torchrun(folder: Path, program: Sequence[str], agents: Sequence[Agent]) -> Ended:
+    """Runs the program in the folder until all agents have ended; a hang becomes an error that shows what was said."""
+    logs, started = [folder / f"agent-{number}.log" for number in range(len(agents))], []
+    for agent, log in zip(agents, logs, strict=True):
+        command = [sys.executable, "-m", "torch.distributed.run", *_QUICKLY, *agent.options, *program]
+        with log.open("w") as file:
+            variables = clean_environment(**agent.variables)
+            started.append(subprocess.Popen(command, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + TIMEOUT
+    while any(one.poll() is None for one in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    codes = [one.poll() for one in started]
+    for one in started:
+        # It ends its ranks, too, which have sessions of their own.
+        one.terminate()
+        one.wait(60)
+    said = "\n".join(log.read_text() for log in logs)
+    assert None not in codes, f"not ended in time: {codes}\n{said}"
+    return Ended([one.returncode for one in started], said)
+
 
 STRATEGIES = ("zero1_custom", "ddp_tuned")
 SAMPLES = 48
@@ -124,7 +181,7 @@ def test_the_ranks_that_there_are_share_the_data(tmp_path: Path) -> None:
 
 
 def test_a_training_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    agents = one_node(2, "--max-restarts", "2", DIES="1")
+    agents = [Agent(("--standalone", "--nproc-per-node", "2", "--max-restarts", "2"), {"DIES": "1"})]
     ended = torchrun(tmp_path, write_training(tmp_path, "ddp_tuned"), agents)
     assert ended.codes == [0], ended.said
     check_loss(tmp_path / "ddp_tuned", 2)
