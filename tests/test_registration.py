@@ -35,13 +35,8 @@ def test_a_script_that_does_not_know_of_the_package_finds_both_names(tmp_path: P
 
 
 @pytest.mark.slow
-def test_switched_off_an_import_after_lightnings_registers_the_names(tmp_path: Path) -> None:
-    imports = "import lightning.pytorch, lightning_parstrat"
-    assert ZERO1 in run_script(f"{imports}\n{BY_FLAG}", tmp_path, environment=TORCHS_OFF)
-
-
-@pytest.mark.slow
-def test_switched_off_the_names_are_unknown_until_the_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", [OURS_OFF, TORCHS_OFF], ids=["ours", "torch's"])
+def test_switched_off_the_names_are_unknown_until_the_import(tmp_path: Path, environment: dict[str, str]) -> None:
     script = f"""
 import sys
 from lightning.pytorch import Trainer
@@ -57,7 +52,7 @@ except ValueError as error:
 import lightning_parstrat
 {BY_FLAG}
 """
-    printed = run_script(script, tmp_path, environment=OURS_OFF)
+    printed = run_script(script, tmp_path, environment=environment)
     assert "You selected an invalid strategy name: `strategy='zero1_custom'`" in printed
     assert ZERO1 in printed
 

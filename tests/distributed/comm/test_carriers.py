@@ -146,19 +146,7 @@ class Exchange(NamedTuple):
 
     def total(self, carrier: Carrier, seed: int) -> Tensor:
         """The expected sum over all ranks."""
-        wide = [self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))]
-        if not carrier.sums_by_node:
-            return sum_of(wide)
-        # Each rank sums an equal part. The sum of its own node is not rounded.
-        by_rank = [torch.tensor_split(one, len(carrier.nodes)) for one in wide]
-        return torch.cat([self._total_of_part(carrier, rank, by_rank) for rank in range(len(carrier.nodes))])
-
-    def _total_of_part(self, carrier: Carrier, rank: int, by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
-        sums, nodes = [], carrier.topology.nodes
-        for node in set(nodes):
-            total = sum_of([parts[rank] for parts, its in zip(by_rank, nodes, strict=True) if its == node])
-            sums.append(total if node == nodes[rank] else total.to(self.narrow).to(self.wide))
-        return sum_of(sums)
+        return sum_of([self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))])
 
 
 def sum_of(values: Sequence[Tensor]) -> Tensor:
@@ -185,7 +173,9 @@ def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) 
         bounds = None if isinstance(one.bounds, range) and draw.random() < 0.5 else one.bounds
         reduction = by_gradients.reduce_scatter(one.given(rank, seed), shard, bounds)
         gathering = draw.choice([by_gradients, by_parameters]).all_gather(gathered, bounds)
-        in_flight.append((one, reduction, shard, one.total(carrier, seed)[own], one.is_exact))
+        # What is sent of a node's sum is rounded.
+        is_exact = one.is_exact and not (carrier.sums_by_node and one.narrow != one.wide)
+        in_flight.append((one, reduction, shard, one.total(carrier, seed)[own], is_exact))
         in_flight.append((one, gathering, gathered, whole, True))
         if of_rank.random() < 0.3:
             reduction.is_completed()
