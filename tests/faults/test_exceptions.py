@@ -17,7 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.comparing import assert_same
 from tests.faults.jobs import TIMEOUT, Ended, Job
-from tests.faults.test_kills import ARGUMENTS, NAMES, SECONDS, check_all_whole
+from tests.faults.test_kills import NAMES, SECONDS, check_all_whole
 from tests.faults.trainings import (
     PLACES_THAT_ALLOCATE,
     STEPS,
@@ -26,6 +26,7 @@ from tests.faults.trainings import (
     train,
 )
 from tests.slow import slow_unless
+from tests.strategies.checkpoint.trainings import FORMATS
 from tests.strategies.parity import make_trainer
 
 
@@ -55,10 +56,10 @@ def check_goes_on(tmp_path: Path, arguments: dict[str, Any], step: int) -> None:
     assert_same(torch.load(tmp_path / "checkpoints" / "result.pt"), torch.load(tmp_path / "whole" / "result.pt"))
 
 
-@pytest.mark.parametrize("saving", slow_unless(lambda saving: saving == "sharded", ARGUMENTS))
+@pytest.mark.parametrize("saving", slow_unless(lambda saving: saving == "sharded", FORMATS))
 def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, saving: str) -> None:
     folder = tmp_path / "checkpoints"
-    arguments: dict[str, Any] = ARGUMENTS[saving]
+    arguments: dict[str, Any] = FORMATS[saving]
     told = SignalledWhileSaving(signal.SIGTERM, rank=1, time_of_writing=3)
     for ended in Job(tmp_path / "job", 2, train, str(folder), arguments, None, told).wait(SECONDS):
         assert ended.exitcode == 143, ended.output
@@ -105,18 +106,18 @@ TOLD = ("another job saves to the same folder", "Ranks have read different check
 @pytest.mark.parametrize(("saving", "when"), [("full", "later"), ("sharded", "together"), ("async", "later")])
 def test_what_two_jobs_save_in_one_folder_is_whole(tmp_path: Path, saving: str, when: str) -> None:
     folder = tmp_path / "checkpoints"
-    first = Job(tmp_path / "first", 2, train, str(folder), ARGUMENTS[saving])
+    first = Job(tmp_path / "first", 2, train, str(folder), FORMATS[saving])
     began = time.monotonic()
     while when == "later" and not (folder / "last.ckpt").exists() and time.monotonic() < began + SECONDS:
         time.sleep(0.01)
     # The second one resumes from what the first one goes on replacing.
-    second = Job(tmp_path / "second", 2, train, str(folder), ARGUMENTS[saving])
+    second = Job(tmp_path / "second", 2, train, str(folder), FORMATS[saving])
     for job in (first, second):
         check_ended(job.wait(SECONDS))
     last_step = check_all_whole(folder)
     assert last_step > 0
-    again = Job(tmp_path / "again", 2, train, str(folder), ARGUMENTS[saving]).wait(SECONDS)
-    whole = Job(tmp_path / "whole", 2, train, str(tmp_path / "alone"), ARGUMENTS[saving]).wait(SECONDS)
+    again = Job(tmp_path / "again", 2, train, str(folder), FORMATS[saving]).wait(SECONDS)
+    whole = Job(tmp_path / "whole", 2, train, str(tmp_path / "alone"), FORMATS[saving]).wait(SECONDS)
     assert all(rank.exitcode == 0 for rank in (*again, *whole))
     assert all(f"begins after step {last_step}." in rank.output for rank in again)
     assert check_all_whole(folder) == STEPS

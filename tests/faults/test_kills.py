@@ -23,6 +23,7 @@ from tests.comparing import assert_same
 from tests.faults.jobs import TIMEOUT, Ended, Job
 from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, POINTS, SAVING
 from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
+from tests.strategies.checkpoint.trainings import FORMATS
 
 KILLS = os.environ.get("PARSTRAT_KILLS")
 """How many, the same each time; by default ten, of which nine are others every day."""
@@ -35,11 +36,6 @@ def seeds(first: int, kills: int) -> list[int]:
 
 
 SECONDS = 120.0
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "sharded": {"state_dict_type": "sharded"},
-    "async": {"state_dict_type": "sharded", "async_save": True},
-}
 Samples = dict[int, list[int]]
 """Of one rank: on which it was trained, by the number of the batch."""
 
@@ -64,7 +60,7 @@ class Kill(NamedTuple):
     def drawn(cls, seed: int) -> "Kill":
         """Every second one at a named point, each in its turn, and the others at random."""
         draw = random.Random(seed)
-        strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(ARGUMENTS)), draw.choice((2, 3))
+        strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(FORMATS)), draw.choice((2, 3))
         point = None if seed % 2 else list(POINTS)[seed // 2 % len(POINTS)]
         if point in OF_FOLDERS and saving == "full":
             saving = "sharded"
@@ -73,7 +69,7 @@ class Kill(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"strategy": self.strategy, **ARGUMENTS[self.saving]}
+        return {"strategy": self.strategy, **FORMATS[self.saving]}
 
     def victim(self, draw: random.Random) -> int:
         if self.point == "between ranks" and self.saving == "full":
@@ -120,7 +116,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kill], tuple[
     @cache
     def train_in_part(strategy: str, saving: str, world_size: int) -> tuple[Path, list[Samples]]:
         folder = tmp_path_factory.mktemp(f"{strategy}-{saving}")
-        arguments = {"strategy": strategy, **ARGUMENTS[saving]}
+        arguments = {"strategy": strategy, **FORMATS[saving]}
         job = Job(folder / "job", world_size, train, str(folder / "checkpoints"), arguments, None, EndsAfter(5))
         return folder / "checkpoints", [samples_of(rank) for rank in job.wait(SECONDS)]
 

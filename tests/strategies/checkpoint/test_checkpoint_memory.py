@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_parstrat
 from tests.pool import RankPool
+from tests.strategies.checkpoint.trainings import FORMATS
 from tests.strategies.parity import make_trainer
 
 pytestmark = pytest.mark.slow
@@ -96,13 +97,12 @@ def growth_of_saving(path: str, arguments: dict[str, Any], make: Callable[..., A
     return saves.growth[-1]
 
 
-SHARDED = {"state_dict_type": "sharded"}
-ASYNC = {**SHARDED, "async_save": True}
+FULL, SHARDED, ASYNC = FORMATS.values()
 COPIED = 3 / 2 * PARAMETER_BYTES
 """Half of the parameters and of the state."""
 PEAKS: dict[str, tuple[Callable[..., Any], dict[str, Any], float, float]] = {
     # The whole state of the optimizer, and messages that are on their way; others what they send.
-    "full": (BY_BUCKETS, {}, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES),
+    "full": (BY_BUCKETS, FULL, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES),
     # The elements of one tensor, or of a shard, on their way to the file.
     "sharded": (BY_BUCKETS, SHARDED, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES),
     "async": (BY_BUCKETS, ASYNC, COPIED + 2 * TENSOR_BYTES, COPIED + 2 * TENSOR_BYTES),

@@ -18,8 +18,8 @@ from lightning_parstrat.errors import CheckpointDamagedError
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.checkpoint.trainings import load, tuned, write
-from tests.strategies.parity import Recorder, make_trainer, zero1
+from tests.strategies.checkpoint.trainings import load, make, write
+from tests.strategies.parity import Recorder, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 def attempt(path: str, strategy: str) -> tuple[str, bool]:
     """The error, and whether anything was trained."""
     recorder = Recorder()
-    trainer = make_trainer({"zero1": zero1, "tuned": tuned}[strategy](), callbacks=[recorder], max_epochs=2)
+    trainer = make_trainer(make(strategy), callbacks=[recorder], max_epochs=2)
     try:
         trainer.fit(zoo.Convolutional(), zoo.loader(8, 2), ckpt_path=path, weights_only=False)
     except Exception as error:

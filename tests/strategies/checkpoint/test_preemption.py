@@ -6,7 +6,6 @@ import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.strategies.checkpoint import preemption
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import make_trainer, zero1, zero3
+from tests.strategies.checkpoint.trainings import make
+from tests.strategies.parity import make_trainer, zero1
 from tests.strategies.test_report import listening
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
-STRATEGIES = {
-    "zero1_custom": zero1,
-    "zero2_custom": partial(zero1, shard_gradients=True),
-    "zero3_custom": zero3,
-    "ddp_tuned": TunedDDPStrategy,
-}
 
 
 @contextmanager
@@ -72,7 +65,7 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
     told = ToldToGo(folder, signum, rank=1, batch=3)
     before = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
     trainer = make_trainer(
-        STRATEGIES[strategy](), callbacks=[told], default_root_dir=folder, accumulate_grad_batches=accumulate
+        make(strategy), callbacks=[told], default_root_dir=folder, accumulate_grad_batches=accumulate
     )
     callbacks = list(trainer.callbacks)
     ended: int | None = None
@@ -87,13 +80,13 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
 
 ENDED, WINDOW, WENT_ON = ([], 143, True, 4), ([], 143, True, 2), (list(range(4, 10)), None, True, 10)
 JOBS: list[tuple[str, signal.Signals, int, bool, Any]] = [
-    *((strategy, signal.SIGUSR1, 1, True, ENDED) for strategy in STRATEGIES),
+    *((strategy, signal.SIGUSR1, 1, True, ENDED) for strategy in ("zero1", "zero2", "zero3", "tuned")),
     # Slurm requeues by itself what it ends.
-    ("zero1_custom", signal.SIGTERM, 1, True, ENDED),
+    ("zero1", signal.SIGTERM, 1, True, ENDED),
     # Told in the second window of three, agreed and saved at its end.
-    ("zero1_custom", signal.SIGUSR1, 3, True, WINDOW),
-    ("zero2_custom", signal.SIGUSR1, 3, True, WINDOW),
-    ("zero1_custom", signal.SIGUSR1, 1, False, WENT_ON),
+    ("zero1", signal.SIGUSR1, 3, True, WINDOW),
+    ("zero2", signal.SIGUSR1, 3, True, WINDOW),
+    ("zero1", signal.SIGUSR1, 1, False, WENT_ON),
 ]
 """The strategy, the signal, micro-batches of a window, whether Slurm requeues, and what comes of it."""
 
