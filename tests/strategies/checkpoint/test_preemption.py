@@ -4,10 +4,10 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,17 +26,6 @@ from tests.strategies.parity import make_trainer, zero1
 from tests.strategies.test_report import listening
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class ToldToGo(Callback):
@@ -69,7 +58,7 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
     )
     callbacks = list(trainer.callbacks)
     ended: int | None = None
-    with environment(**IN_JOB, PATH=path):
+    with patch.dict(os.environ, IN_JOB, PATH=path):
         try:
             trainer.fit(zoo.MLP(), zoo.loader(80, 4, rank=dist.get_rank(), world_size=2))
         except SystemExit as exit:
@@ -139,12 +128,12 @@ def handlers_in_training() -> tuple[bool, bool, list[int]]:
 
 def test_the_number_of_a_job() -> None:
     for variables, number in (({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")):
-        with environment(**IN_JOB, **variables):
+        with patch.dict(os.environ, IN_JOB, **variables):
             assert job_number() == number
 
 
 def test_what_another_job_saved_for_itself_is_refused() -> None:
-    with environment(**IN_JOB):
+    with patch.dict(os.environ, IN_JOB):
         check_job({"slurm_job": "7"}, "somewhere/hpc_ckpt_1.ckpt")
         check_job({"slurm_job": "6"}, "somewhere/last.ckpt")
         check_job({}, "somewhere/hpc_ckpt_1.ckpt")
@@ -161,7 +150,7 @@ def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], in
     told = ToldToGo(folder, signal.SIGTERM, rank=1, batch=3)
     data = zoo.loader(80, 4, rank=dist.get_rank(), world_size=2)
     arguments = {"enable_checkpointing": saves, "default_root_dir": folder}
-    with listening() as lines, suppress(SystemExit), environment(**variables):
+    with listening() as lines, suppress(SystemExit), patch.dict(os.environ, variables):
         make_trainer(zero1(), callbacks=[told, *callbacks], **arguments).fit(zoo.MLP(), data)
     steps = []
 
@@ -172,7 +161,7 @@ def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], in
     path = re.search(r"`ckpt_path='(.*)'` to `fit`", " ".join(lines))
     # Said on rank 0 alone.
     dist.broadcast_object_list(named := [path and path[1]])
-    with environment(**variables):
+    with patch.dict(os.environ, variables):
         make_trainer(zero1(), callbacks=[Look()], **arguments).fit(zoo.MLP(), data, ckpt_path=named[0])
     return [line for line in lines if re.search("saved|Training ends|resume", line)], steps[0]
 

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -226,14 +227,10 @@ def test_names_are_counted_up_for_what_is_still_being_written(pool: RankPool, tm
 
 
 def saved_at_home(home: str, path: str, form: str) -> bool:
-    before = os.environ.get("HOME", "")
-    os.environ["HOME"] = home
-    try:
+    with patch.dict(os.environ, HOME=home):
         train(zoo.MLP, make("zero1", form), max_steps=1).trainer.save_checkpoint(path)
         again = make_trainer(make("zero1", form), max_steps=2, max_epochs=3)
         again.fit(zoo.MLP(), zoo.loader(8, 2), ckpt_path=path, weights_only=True)
-    finally:
-        os.environ["HOME"] = before
     return again.global_step == 2
 
 

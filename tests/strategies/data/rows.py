@@ -379,7 +379,9 @@ QUICK = {name: row._replace(after=(1, 5)) for name, row in QUICK.items()}
 # Under DDP ranks with different numbers of batches wait for each other forever. All batches of rows alike are too many:
 # two, of each row others.
 ROWS = {
-    name: row._replace(kind=KINDS[number % 2 if "uneven" not in name else 0], after=(1 + number % 6, 8 + number % 11))
+    name: row._replace(
+        kind=ZERO1 if "uneven" in name or row.strategy else KINDS[number % 2], after=(1 + number % 6, 8 + number % 11)
+    )
     for number, (name, row) in enumerate({**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}.items())
 }
 ROWS |= {**QUICK, **HOOKS, **UNSIZED, **STATEFUL_HOOKS, **THREE}
