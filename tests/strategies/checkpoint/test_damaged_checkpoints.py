@@ -157,12 +157,9 @@ def test_it_is_refused(pool: RankPool, tmp_path: Path, originals: dict[str, Path
         assert re.search(message, error, re.DOTALL), error
 
 
-def attempt_where_one_rank_sees_nothing(path: str) -> str:
-    return attempt(path if dist.get_rank() == 0 else f"{path}.elsewhere", "zero1")[0]
-
-
 def test_what_one_rank_cannot_read_is_refused_by_all(pool: RankPool, originals: dict[str, Path]) -> None:
-    seeing, blind = pool.run(2, attempt_where_one_rank_sees_nothing, str(originals["full"]))
+    path = str(originals["full"])
+    seeing, blind = pool.run(2, attempt_apart, [path, f"{path}.elsewhere"])
     assert "Rank 1 failed in loading" in seeing and "All nodes must see the same files" in seeing
     assert "Checkpoint file not found" in blind
 
