@@ -17,7 +17,7 @@ from lightning_parstrat.core.footprint import Footprint, Training, ddp, zero1, z
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import looks_at_no_gradient, make_trainer
 from tests.strategies.parity import zero1 as zero1_strategy
 from tests.strategies.parity import zero3 as zero3_strategy
 
@@ -79,6 +79,7 @@ class Found(NamedTuple):
     sent: list[float]
 
 
+@looks_at_no_gradient
 class Held(Callback):
     def __init__(self, live: LiveBytes, sent: Sent) -> None:
         self.live, self.sent, self.total = live, sent, 0
@@ -99,10 +100,6 @@ class Held(Callback):
                 values.append(value / EVERY)
         self.live.forget_peak()
         self.sent.nbytes = 0.0
-
-
-# It looks at no gradient.
-Held.on_train_batch_start.__module__ = "lightning.pytorch.callbacks"
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

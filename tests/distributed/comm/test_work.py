@@ -1,4 +1,4 @@
-"""Work in flight: which thread completes it, and which thread learns of its failure."""
+"""Work in flight whose other rank is gone, and programs that end after it."""
 
 import gc
 import subprocess
