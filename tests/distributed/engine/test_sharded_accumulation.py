@@ -28,13 +28,13 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 class Routed(nn.Module):
     """Each rank uses its own expert in each micro-batch; one expert nobody uses, one is outside every optimizer."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
         self.trunk = nn.Linear(6, 6)
         self.outside = nn.Linear(6, 6)
-        self.to(dtype)
+        self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.outside(self.experts[int(inputs[0, 0].abs() * 10) % 4](self.trunk(inputs)))
@@ -49,15 +49,13 @@ def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = Tr
     return engine
 
 
-def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]], scale: float | None = None) -> None:
+def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]]) -> None:
     """Runs backwards; the last one's gradients come with those of the others."""
     *first, last = losses
     with engine.reducer.no_sync():
         for loss in first:
             backward(engine, loss())
-    final = last()
-    engine.prepare_backward(final, None if scale is None else lambda: scale)
-    final.backward()
+    backward(engine, last())
 
 
 def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, tuple[int, int, int]]:
@@ -157,7 +155,7 @@ def test_what_was_accumulated_can_be_looked_at_and_changed(pool: RankPool) -> No
 def at_random(seed: int, in_shards: bool) -> list[Tensor]:
     """The same operations on all ranks, drawn from one generator."""
     draw = random.Random(seed)
-    module = Routed(torch.float64)
+    module = Routed()
     first, second = module.sharded()[:6], module.sharded()[6:]
     optimizers = [sgd(first), adamw(second)]
     engine = make_engine(
