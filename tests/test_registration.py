@@ -148,3 +148,26 @@ for warning in caught:
     assert len(warned) == 1
     assert "could not register its strategies with 'lightning.pytorch.strategies'" in warned[0]
     assert "strategy: lightning.pytorch.strategies.ddp DDPStrategy" in printed
+
+
+def test_an_import_of_lightning_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_lightning").mkdir()
+    (tmp_path / "pytorch_lightning" / "__init__.py").touch()
+    (tmp_path / "pytorch_lightning" / "strategies.py").write_text("""
+import sys
+sys.tries = getattr(sys, "tries", 0) + 1
+if sys.tries == 1:
+    raise ImportError("not yet")
+class StrategyRegistry(dict):
+    def register(self, name, strategy, **_):
+        self[name] = strategy
+StrategyRegistry = StrategyRegistry()
+""")
+    script = """
+import contextlib, lightning_parstrat
+with contextlib.suppress(ImportError):
+    import pytorch_lightning.strategies
+import pytorch_lightning.strategies
+print(sorted(pytorch_lightning.strategies.StrategyRegistry))
+"""
+    assert run_script(script, tmp_path) == f"{sorted(NAMES)}\n"

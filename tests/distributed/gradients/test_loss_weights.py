@@ -2,10 +2,12 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -14,6 +16,7 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
     InconsistentWeightsError,
     LossWeights,
     WindowWeight,
+    _HostCopy,
 )
 from tests.pool import RankPool
 
@@ -110,3 +113,35 @@ def test_what_is_no_weight_or_missing_is_an_error_on_all_ranks(pool: RankPool) -
         for (where, message), (steps, expected, messages) in zip(found, FAILURES, strict=True):
             assert where == expected, steps
             assert messages[rank] in message, steps
+
+
+class OnDevice(_HostCopy):
+    """As on a GPU: the losses are multiplied by a tensor, and the host asks for the number later."""
+
+    def __init__(self, weight: float) -> None:
+        self.on_device, self._value = torch.tensor(weight), weight
+
+
+def nan_on_a_device(weight: float, sparse: bool) -> str:
+    """The error of a window whose second micro-batch has NaN gradients on the last rank, and this weight there."""
+    weighed, module = Weighed(), nn.Embedding(4, 3, sparse=sparse)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(LossWeights, "_read", lambda _, weight: OnDevice(weight)):
+        for number, own in enumerate((2.0, weight if is_last else 1.0)):
+            factor = weighed.weights.add(number, own, module.parameters)
+            assert isinstance(factor, torch.Tensor)
+            (module(torch.tensor([1, 1])).sum() * (math.nan if number and is_last else 1.0) * factor).backward()
+            weighed.weights.end_backward()
+    try:
+        weighed.total()
+    except InconsistentWeightsError as error:
+        return str(error)
+    return ""
+
+
+def test_nan_without_a_weight_on_a_device_is_an_error_on_all_ranks(pool: RankPool) -> None:
+    for weight, sparse in ((0.0, False), (0.0, True), (5.0, False)):
+        for message in pool.run(2, nan_on_a_device, weight, sparse):
+            # A NaN that counts is the user's to see.
+            assert message.startswith("rank 1: The gradients of a micro-batch" if weight == 0 else "")
+            assert bool(message) == (weight == 0)

@@ -1,4 +1,4 @@
-"""Norms of parts of the gradients: what trainings do not reach. ``test_clipping.py`` combines them."""
+"""Norms of parts of the gradients, which combine to the norm of all: what trainings do not reach."""
 
 import math
 from itertools import product

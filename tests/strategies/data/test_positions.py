@@ -37,6 +37,7 @@ from tests.strategies.data.rows import (
     THREE,
     TOGETHER,
     UNSIZED,
+    Dealt,
     Numbered,
     Permuted,
     Row,
@@ -109,6 +110,11 @@ class Fails(Callback):
             raise FailedError
 
 
+class Unpicklable(Dealt):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "function": lambda: None}
+
+
 def saved_after_an_exception(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("shuffled", "workers", "no length"):
@@ -118,6 +124,13 @@ def saved_after_an_exception(folder: str) -> dict[str, Any]:
             trainer.fit(module, row.make())
         trainer.save_checkpoint(f"{folder}/{name}/saved.ckpt")
         found.update(differences(f"{folder}/{name}", row, expected, {"saved": 3}))
+    # A state that cannot be pickled ends the save, and not the training.
+    trainer, module = trainer_and_module(Row(loader, OWN), 0, Fails())
+    with pytest.raises(FailedError):
+        trainer.fit(module, Unpicklable())
+    with pytest.raises(AttributeError, match="pickle"):
+        trainer.save_checkpoint(f"{folder}/unpicklable.ckpt")
+    assert not os.path.exists(f"{folder}/unpicklable.ckpt")
     return found
 
 
