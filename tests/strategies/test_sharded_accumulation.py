@@ -1,10 +1,9 @@
-"""``zero2_custom`` in trainings: who has it keep whole gradients between micro-batches, and what a step sends."""
+"""``zero2_custom`` in trainings: who has it keep whole gradients between micro-batches."""
 
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 
 from tests.pool import RankPool
@@ -103,30 +102,3 @@ def watched_by_one() -> bool:
 
 def test_ranks_decide_together(pool: RankPool) -> None:
     assert pool.run(2, watched_by_one) == [False, False]
-
-
-def launched(trainer: Trainer) -> tuple[float, float]:
-    """How many reduce-scatters and all-gathers of parameters there were, per bucket."""
-    engine = trainer.strategy._engine
-    engine.gatherer.finish()
-    sent = engine.reducer.collectives.traffic.reduce_scatters, engine.gatherer.collectives.traffic.all_gathers
-    return sent[0] / len(engine.buckets), sent[1] / len(engine.buckets)
-
-
-def launches(flag: str, accumulate: int) -> tuple[float, float]:
-    looks, entry = Looks(launched), StrategyRegistry[flag]
-    chosen = entry["strategy"](**entry["init_params"], expose_gradients=False, bucket_cap_mb=0.001)
-    train(zoo.MLP, chosen, 48, callbacks=[looks], accumulate_grad_batches=accumulate)
-    return looks.seen
-
-
-def test_a_step_reduces_every_micro_batch_and_gathers_once(pool: RankPool) -> None:
-    # Twelve batches. The first micro-batch shows the order of gradients; its own are sent with those of the second.
-    for flag, accumulate, expected in (
-        ("zero1_custom", 4, (3, 3)),
-        ("zero2_custom", 4, (11, 3)),
-        ("ddp_zero2", 5, (11, 3)),
-        ("zero1_custom", 1, (12, 12)),
-        ("zero2_custom", 1, (12, 12)),
-    ):
-        assert pool.run(2, launches, flag, accumulate) == [expected] * 2

@@ -11,6 +11,8 @@ from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.comparing import distance
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.for_shards import captured
 
 STEPS = 4
 CAP = 3e-4
@@ -103,19 +105,11 @@ def test_an_optimizer_of_matrices_gets_none_that_is_cut(pool: RankPool) -> None:
     pool.run(2, a_cut_parameter_is_added_to_an_optimizer_of_matrices)
 
 
-def captured() -> None:
-    """Does to a module what ``torch.cuda.make_graphed_callables`` does, but for the graph."""
-    module = Shuffled()
-    forward = module.second.forward
-
-    def graphed(*inputs: Tensor) -> Tensor:
-        return forward(*inputs)
-
-    graphed.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
-    module.second.forward = graphed
+def a_captured_graph() -> None:
+    module = captured(zoo.adamw)
     with pytest.raises(ValueError, match="on_train_start"):
-        make_engine(module, *adamw(module))
+        make_engine(module, zoo.adamw(module.parameters()))
 
 
 def test_a_captured_graph_is_refused_whose_parameters_would_move(pool: RankPool) -> None:
-    pool.run(1, captured)
+    pool.run(1, a_captured_graph)
