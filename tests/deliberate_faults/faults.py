@@ -94,12 +94,12 @@ distributed/comm/test_carriers.py::test_sums_and_gathers_are_right
 distributed/engine/planning.py: a resumed training sends its buckets in another order
 - in_turn = dict.fromkeys([*order, *reversed(self._names.values())])
 + in_turn = dict.fromkeys(reversed(self._names.values()))
-distributed/engine/test_plans.py::test_a_known_order_of_gradients_is_followed
+strategies/test_gradient_order.py::test_buckets_stay_if_an_optimizer_has_state
 
 core/layout.py: buckets of matrices wait for those of all other parameters
 - groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
 + groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda one: parameters[one[0]].partition)
-distributed/engine/test_plans.py::test_buckets_are_in_the_reverse_order_of_registration_and_stay
+core/test_layout.py
 
 distributed/engine/buckets.py: master weights are rounded in every step
 - take_where_changed(self.master, self.shard, self._rounded(self.master))
