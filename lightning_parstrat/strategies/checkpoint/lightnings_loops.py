@@ -19,9 +19,7 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 
 
-def set_back(
-    loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], batches: int, epoch_has_ended: bool
-) -> dict[str, Any]:
+def set_back(loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], batches: int) -> dict[str, Any]:
     """The loops' part of a checkpoint, as it would have been saved some batches before.
 
     Args:
@@ -30,7 +28,6 @@ def set_back(
         states: States of the loaders with own states. After the last batch of an epoch there are none. They are at
             their end, and would give the next epoch no batches.
         batches: The number of batches to set it back by.
-        epoch_has_ended: Whether this moment is after an epoch, also after one that the end of training has cut short.
     """
     progress, is_over = trainer.fit_loop.epoch_loop.batch_progress, epoch_is_over(trainer)
     loops = copy.deepcopy(dict(loops))
@@ -41,11 +38,6 @@ def set_back(
     epochs = trainer.fit_loop.epoch_progress.total
     if is_over and epochs.ready > epochs.started:
         _begin_next_epoch(fit_loop)
-    if not (is_over or epoch_has_ended) and progress.current.ready:
-        # After a resume at the last batch of an epoch, Lightning has not counted the next epoch as begun.
-        for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
-            begun = counted["processed"] + 1
-            counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
     fit_loop["state_dict"].pop("combined_loader", None)
     if states:
         fit_loop["state_dict"]["combined_loader"] = list(states)
@@ -116,6 +108,13 @@ def begin_epoch_without_length(trainer: Trainer) -> None:
     if loop.restarted_on_train_batch_end and progress.is_last_batch and trainer.num_training_batches == math.inf:
         # Lightning counts the batch before the save once more, and begins with that count.
         progress.current.completed = -1
+
+
+def count_epoch_as_begun(trainer: Trainer) -> None:
+    """Makes Lightning count the epoch that it trains as begun. After a resume at an epoch's last batch, it does not."""
+    for counted in (trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_progress.current):
+        counted.started = max(counted.started, counted.processed + 1)
+        counted.ready = max(counted.ready, counted.started)
 
 
 def count_from_places(trainer: Trainer) -> None:

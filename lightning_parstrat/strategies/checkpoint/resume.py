@@ -24,6 +24,7 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
     complete_last_batch,
+    count_epoch_as_begun,
     count_from_places,
     draw_from_all_loaders,
     next_epoch,
@@ -100,7 +101,7 @@ class Resume(Part):
         # The loaders that know their places, and how many have been followed in all.
         self._loaders, self._followed = list[weakref.ref[Any]](), 0
         self._has_resumed = self._trains = self._warned = False
-        self._has_iterators = self._epoch_has_ended = False
+        self._has_iterators = False
         # Whether a validation comes first when training begins. Afterwards Lightning knows it.
         self._is_due: bool | None = None
         self._trained_before: int | None = None
@@ -275,7 +276,8 @@ class Resume(Part):
         self._noted, self._given = {}, []
 
     def _before_fetch(self, trainer: Trainer) -> None:
-        self._has_iterators, self._epoch_has_ended, self._is_due = True, False, None
+        self._has_iterators, self._is_due = True, None
+        count_epoch_as_begun(trainer)
         trained, fetched = _trained(trainer), batches_fetched(trainer)
         is_first = not self._noted and fetched == trained
         self._noted[fetched] = moments(trainer, self._given if is_first else None)
@@ -299,7 +301,7 @@ class Resume(Part):
             # The epoch was resumed at the end of one loader, and no batch was drawn from the others.
             draw_from_all_loaders(self._trainer)
         self._trained_before = None
-        self._epoch_has_ended, self._has_iterators, self._is_due = True, False, None
+        self._has_iterators, self._is_due = False, None
 
     @override
     def on_train_end(self) -> None:
@@ -357,7 +359,7 @@ class Resume(Part):
         """The checkpoint set back to a point at which training can resume."""
         point, trainer = self._point_of_save(), self._trainer
         states, batches = states_in(as_saved(point.places)), _trained(trainer) - point.trained
-        loops = set_back(checkpoint["loops"], trainer, states, batches, self._epoch_has_ended)
+        loops = set_back(checkpoint["loops"], trainer, states, batches)
         return {**checkpoint, "loops": loops}
 
     def gather(self, control: Collectives | None, can_resume: bool) -> dict[str, Any]:

@@ -51,8 +51,11 @@ from tests.strategies.test_dataloaders import workers_allowed
 TWICE = {
     **dict.fromkeys(("any hook", "in windows", "any hook, no length", "twice an epoch"), BATCHES[1:]),
     **{"ends, generator": ENDS, "in batches, draws": BATCHES[1:], "any hook, stateful": (*ENDS, BATCHES[1])},
+    # Saved after an epoch's last batch, and again when the next epoch ends.
+    "every other epoch": (BATCHES[1], *ENDS),
 }
 """Rows whose trainings are saved in these hooks, and once more when they have resumed."""
+TWICE_QUICK = ("ends, generator", "every other epoch")
 
 
 def resumed(folder: str, names: list[str], twice: bool) -> dict[str, Any]:
@@ -80,8 +83,8 @@ RUNS: dict[str, tuple[int, Iterable[str]]] = {
     "next sample": (2, FIRST),
     "any hook": (2, QUICK),
     "three ranks": (3, THREE),
-    "twice": (2, ["ends, generator"]),
-    "twice, more": (2, [name for name in TWICE if name != "ends, generator"]),
+    "twice": (2, TWICE_QUICK),
+    "twice, more": (2, [name for name in TWICE if name not in TWICE_QUICK]),
     "samplers": (2, SAMPLERS),
     "together": (2, TOGETHER),
     "arguments": (2, ARGUMENTS),
