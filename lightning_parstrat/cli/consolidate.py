@@ -1,15 +1,20 @@
 """``lightning-parstrat consolidate``: turns a sharded checkpoint into one file."""
 
+import os
 import pickle
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.distributed.checkpoint.consolidation import consolidate
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.durable_files import with_errors_of_the_disk, written_durably
 
 _DESCRIPTION = """
 Turns a folder that was saved with state_dict_type="sharded" into an ordinary Lightning checkpoint. Runs on one
@@ -49,11 +54,30 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError(f"{destination} already exists. Choose another name, or add --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
     try:
-        loaded(lambda: consolidate(checkpoint, destination), source)
+        loaded(lambda: _consolidate(checkpoint, destination), source)
     except OSError as error:
         raise UsageError(str(error)) from error
     print(f"{destination}: {destination.stat().st_size} bytes")
     return 0
+
+
+def _consolidate(checkpoint: ShardedCheckpoint, destination: Path) -> None:
+    """Writes an ordinary checkpoint without holding it in memory.
+
+    Each tensor is read into an unnamed file beside it. The kernel keeps as much of these in memory as it has room for.
+    """
+
+    def room(like: Tensor) -> Tensor:
+        with tempfile.NamedTemporaryFile(dir=destination.parent) as file:
+            # Not later, when memory is written: a full disk would then end the process.
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
+            flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    with written_durably(destination) as temporary:
+        whole = checkpoint.filled(checkpoint.skeleton, room=room)
+        with with_errors_of_the_disk(), open(temporary, "xb") as target:
+            torch.save(whole, target)
 
 
 def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:

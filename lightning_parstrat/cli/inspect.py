@@ -57,7 +57,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         else:
             io = checkpoint_io.DurableCheckpointIO()
             checkpoint = loaded(lambda: io.load_checkpoint(path, weights_only=not trusted), path)
-        checkpoint_io.check_is_checkpoint(checkpoint, path)
+        checkpoint_io.check_readable(checkpoint, path)
     except checkpoint_io.MisconfigurationException as error:
         raise UsageError(str(error)) from error
     own = checkpoint.get(checkpoint_io.CHECKPOINT_KEY, {})

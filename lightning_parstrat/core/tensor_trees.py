@@ -18,12 +18,6 @@ class Leaf(NamedTuple):
     path: Path
     tensor: Tensor
 
-    @property
-    def name(self) -> str:
-        """The path as one string, unique in its tree. Keys that are no strings are shown as strings."""
-        # Escaped: a key that contains a slash must not collide with a path of two keys.
-        return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in self.path)
-
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[Leaf]:
     """All tensors of a tree."""

@@ -28,6 +28,19 @@ def temporary_name(folder: Path) -> Path:
     return folder / f"{PREFIX}{uuid.uuid4().hex}"
 
 
+def temporary_for(path: Path) -> Path:
+    """The path to write to before :func:`put_in_place`. A missing folder is created.
+
+    Raises:
+        OSError: ``path`` is there and must not be replaced, see :func:`check_may_be_replaced`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The rename checks it again. This check comes before gigabytes are written for nothing.
+    check_may_be_replaced(path)
+    remove_left_behind(path.parent)
+    return temporary_name(path.parent)
+
+
 @contextmanager
 def written_durably(path: Path) -> Iterator[Path]:
     """Yields the path to write a file to. The complete file gets the name ``path``. Not collective.
@@ -38,9 +51,7 @@ def written_durably(path: Path) -> Iterator[Path]:
     Raises:
         OSError: The file could not be written. An existing file is unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_left_behind(path.parent)
-    temporary = temporary_name(path.parent)
+    temporary = temporary_for(path)
     try:
         yield temporary
         sync(temporary)

@@ -47,7 +47,7 @@ def test_as_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = [
     (["inspect", "missing.ckpt"], "There is no missing.ckpt"),
-    (["inspect", "text.ckpt"], "text.ckpt is not a checkpoint"),
+    (["inspect", "text.ckpt"], "text.ckpt is truncated, or not a checkpoint"),
     (["inspect", "foreign.ckpt"], "is not a checkpoint of a Lightning Trainer"),
     (["inspect", "objects.ckpt"], "--trusted"),
     (["consolidate", "full.ckpt", "out.ckpt"], "is a file: it is consolidated already"),

@@ -4,22 +4,22 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -37,8 +37,8 @@ from lightning_parstrat.distributed.durable_files import put_in_place, sync, wit
 from lightning_parstrat.distributed.engine.cuts import Run
 
 
-class RunsOfRank(SavePlanner):
-    """Makes each rank write its runs of elements. No rank needs a message about them.
+class RunsOfRank(DefaultSavePlanner):
+    """Makes each rank write its runs of elements. torch plans nothing, so no rank needs a message about them.
 
     Args:
         runs: This rank's runs, by the tensors' names.
@@ -46,24 +46,15 @@ class RunsOfRank(SavePlanner):
     """
 
     def __init__(self, runs: Mapping[str, Run], error: Exception | None = None) -> None:
+        super().__init__(flatten_state_dict=False)
         self._runs, self._error = runs, error
-
-    @override
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None: ...
 
     @override
     def create_local_plan(self) -> SavePlan:
         """Raises the error. All ranks then raise."""
         if self._error is not None:
             raise self._error
-        return SavePlan([])
-
-    @override
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # Broadcast when all is written. Rank 0 makes the metadata that is kept.
-        return all_plans, Metadata({})
+        return super().create_local_plan()
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -142,33 +133,16 @@ class FolderWriter(FileSystemWriter):
             )
 
 
-class RunsToRead(DefaultLoadPlanner):
-    """Makes this process read runs of tensors: only these elements, in any part of the checkpoint.
-
-    Args:
-        metadata: The checkpoint's index.
-        runs: The memory to read into, by name.
-    """
-
-    def __init__(self, metadata: Metadata, runs: Mapping[str, Run]) -> None:
-        super().__init__()
-        self._known, self._runs = metadata.state_dict_metadata, runs
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(
-            [
-                item
-                for name, run in self._runs.items()
-                for item in create_read_items_for_chunk_list(
-                    name, cast(TensorStorageMetadata, self._known[name]), [_chunk(run.start, run.elements.numel())]
-                )
-            ]
-        )
-
-    @override
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._runs[index.fqn].elements
+def read_runs(reader: FileSystemReader, index: Metadata, runs: Mapping[str, Run]) -> None:
+    """Reads the elements of these runs of tensors, by name, in any part of the checkpoint."""
+    planner, items = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), list[ReadItem]()
+    planner.set_up_planner({name: run.elements for name, run in runs.items()}, index)
+    for name, run in runs.items():
+        stored = cast(TensorStorageMetadata, index.state_dict_metadata[name])
+        found = create_read_items_for_chunk_list(name, stored, [_chunk(run.start, run.elements.numel())])
+        # By its name alone, because the memory has no elements before the run.
+        items += (dataclasses.replace(item, dest_index=MetadataIndex(name)) for item in found)
+    reader.read_data(LoadPlan(items), planner)
 
 
 def _item(name: str, run: Run) -> WriteItem:

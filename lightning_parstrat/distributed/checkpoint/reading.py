@@ -46,11 +46,10 @@ class ShardedCheckpoint:
         self.skeleton: Any = self._loaded_skeleton()
 
     def _read(self, runs: Mapping[str, Run]) -> None:
-        from lightning_parstrat.distributed.checkpoint.dcp import RunsToRead
+        from lightning_parstrat.distributed.checkpoint.dcp import read_runs
 
         with self._damages(" or ".join(list(runs)[:3])):
-            planner = RunsToRead(self._metadata, runs)
-            self._reader.read_data(planner.create_local_plan(), planner)
+            read_runs(self._reader, self._metadata, runs)
 
     @contextmanager
     def _damages(self, what: str) -> Iterator[None]:

@@ -16,13 +16,7 @@ from lightning_parstrat.core.tensor_trees import leaves, with_narrow_storage
 from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError
 from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors, name_of
 from lightning_parstrat.distributed.comm.agreement import from_first_rank
-from lightning_parstrat.distributed.durable_files import (
-    check_may_be_replaced,
-    remove,
-    remove_left_behind,
-    temporary_name,
-    with_errors_of_the_disk,
-)
+from lightning_parstrat.distributed.durable_files import remove, temporary_for, with_errors_of_the_disk
 from lightning_parstrat.distributed.engine.cuts import Run
 
 
@@ -116,9 +110,7 @@ def _not_saved(path: Path, why: str) -> CheckpointNotSavedError:
 
 def _prepare(checkpoint: Any, path: Path) -> Outline:
     """Does everything that may fail on rank 0 before any rank writes: for example, objects that cannot be pickled."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_may_be_replaced(path)
-    remove_left_behind(path.parent)
+    temporary = temporary_for(path)
     tensors: dict[str, tuple[torch.dtype, int]] = {}
     for leaf in leaves(checkpoint):
         name = name_of(leaf.tensor)
@@ -127,9 +119,8 @@ def _prepare(checkpoint: Any, path: Path) -> Outline:
         elif leaf.tensor.device.type == "meta" or isinstance(leaf.tensor, DTensor):
             raise ValueError(
                 "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook"
-                f" has changed {leaf.name}: leave it as it is, or use state_dict_type='full'."
+                f" has changed {'/'.join(map(str, leaf.path))}: leave it as it is, or use state_dict_type='full'."
             )
-    temporary = temporary_name(path.parent)
     temporary.mkdir()
     try:
         # Now, as training may change the checkpoint's objects before an asynchronous save has ended.

@@ -99,8 +99,8 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
     Raises:
         ValueError: Ranks have sharded tensors in different places. Raised on all of them.
     """
-    names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
-    if not all_have_same(digest(names), control):
+    paths = [leaf.path for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
+    if not all_have_same(digest(paths), control):
         raise ValueError(
             "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
             " in on all ranks, or `full_tensor()` of them, which all ranks call."

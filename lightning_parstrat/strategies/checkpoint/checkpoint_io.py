@@ -14,12 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.durable_files import (
-    check_may_be_replaced,
-    remove_atomically,
-    with_errors_of_the_disk,
-    written_durably,
-)
+from lightning_parstrat.distributed.durable_files import remove_atomically, with_errors_of_the_disk, written_durably
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
@@ -34,7 +29,6 @@ RESUME = "resume"
 ``validation_is_due`` whether a resumed training validates before it trains.
 """
 
-_MAGIC_OF_ZIP = b"PK\x03\x04"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 
 
@@ -56,8 +50,6 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        # The rename checks it again. This check comes before gigabytes are written for nothing.
-        check_may_be_replaced(local)
         with written_durably(local) as temporary, with_errors_of_the_disk(), open(temporary, "xb") as file:
             torch.save(checkpoint, file)
 
@@ -75,13 +67,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """
         local = local_path(path)
         try:
-            # torch cannot map files of the old format of `torch.save`.
-            if local is not None and local.is_file() and _begins_as_zip(local):
+            if local is not None and local.is_file():
                 loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
                 return _with_copies_of_small(loaded)
             return super().load_checkpoint(path, map_location, weights_only)
         except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-            explained = _explained(error, path)
+            explained = _explained(path)
             if explained is None:
                 raise
             raise explained from error
@@ -113,11 +104,11 @@ def _with_copies_of_small(loaded: Any) -> Any:
     }
 
 
-def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
-    """Refuses a file that no Trainer has written.
+def check_readable(checkpoint: Any, path: str | Path) -> None:
+    """Refuses a file that no Trainer has written, or that a newer version of this package has written.
 
     Raises:
-        MisconfigurationException: It lacks keys that every checkpoint of Lightning has.
+        MisconfigurationException: It lacks keys that every checkpoint of Lightning has, or has a newer format.
     """
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
@@ -125,15 +116,6 @@ def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
             f"{path} is not a checkpoint of a Lightning Trainer: it lacks {' and '.join(map(repr, missing))}. To start"
             " from weights of another source, load them in the module (`load_state_dict`), and pass no `ckpt_path`."
         )
-
-
-def check_readable(checkpoint: Any, path: str | Path) -> None:
-    """Refuses a file that no Trainer has written, or that a newer version of this package has written.
-
-    Raises:
-        MisconfigurationException: It is such a file.
-    """
-    check_is_checkpoint(checkpoint, path)
     found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
     if found > FORMAT:
         raise MisconfigurationException(
@@ -142,12 +124,7 @@ def check_readable(checkpoint: Any, path: str | Path) -> None:
         )
 
 
-def _begins_as_zip(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(_MAGIC_OF_ZIP)) == _MAGIC_OF_ZIP
-
-
-def _explained(error: Exception, path: str | Path) -> MisconfigurationException | None:
+def _explained(path: str | Path) -> MisconfigurationException | None:
     """The reason why a file could not be loaded. None if the original error is clear enough."""
     local = local_path(path)
     if local is None:
@@ -161,9 +138,7 @@ def _explained(error: Exception, path: str | Path) -> MisconfigurationException 
         )
     if not local.is_file() or zipfile.is_zipfile(local):
         return None
-    if local.stat().st_size and not _begins_as_zip(local):
-        return MisconfigurationException(f"{path} is not a checkpoint: it cannot be read as one ({error}).")
     return MisconfigurationException(
-        f"{path} is truncated: its {local.stat().st_size} bytes end before the checkpoint does. Its program ended while"
-        " writing it, or it was copied incompletely. Copy it again, or resume from another one."
+        f"{path} is truncated, or not a checkpoint: its {local.stat().st_size} bytes do not end as a file of"
+        " `torch.save` (torch 1.6 or later). If it was copied incompletely, copy it again, or resume from another one."
     )

@@ -3,11 +3,13 @@
 import logging
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,7 +30,7 @@ from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
-from lightning_parstrat.distributed.durable_files import recover
+from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, check_shapes
 from lightning_parstrat.distributed.engine.stepping import is_sharded
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
@@ -39,8 +41,7 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     local_path,
 )
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import can_be_resumed
-from lightning_parstrat.strategies.checkpoint.pending_save import PendingSave, exists_when_saved, prepare_callbacks
-from lightning_parstrat.strategies.checkpoint.preemption import check_job, own_job
+from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.launch.ranks import Ranks
@@ -71,7 +72,7 @@ class Checkpoints(Part):
         entries: Returns the strategy's own entries in a checkpoint.
     """
 
-    _of_one_training = frozenset({"_loaded"})
+    _of_one_training = frozenset({"_loaded", "_wait"})
 
     def __init__(
         self,
@@ -88,7 +89,9 @@ class Checkpoints(Part):
         self.loaded_entries: Mapping[str, Any] = {}
         """This package's entries in the checkpoint that was loaded."""
         self._loaded: ShardedCheckpoint | None = None
-        self._pending = PendingSave()
+        # Waits for the save in progress, of which there is at most one. When it has succeeded, others are removed.
+        self._wait: Callable[[], None] | None = None
+        self._obsolete: list[Path] = []
         self._absent: list[int] = []
         self._trains = False
 
@@ -150,7 +153,7 @@ class Checkpoints(Part):
         """
         if self._absent:
             if self._can_save_alone:
-                resumes = self._resume.gather_alone(can_be_resumed(checkpoint))
+                resumes = self._resume.gather(None, can_be_resumed(checkpoint))
                 by_lightning(self._with_own_entries(checkpoint, resumes), filepath, storage_options)
                 return
             log.warning(
@@ -196,14 +199,12 @@ class Checkpoints(Part):
             checkpoint = tensors.with_placeholders(self._state.with_own_storage(checkpoint))
         # Before and after training, no later call would wait for the end of the save.
         asynchronous = self._policy.async_save and self._trains and not self._ranks.is_interrupted
-        save = save_sharded(checkpoint, path, tensors, self._ranks.of_checkpoints, asynchronous)
-        if save is not None:
-            self._pending.begin(save)
+        self._wait = save_sharded(checkpoint, path, tensors, self._ranks.of_checkpoints, asynchronous)
 
     def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
         """Adds this package's entries, and sets a checkpoint back to a point at which training can resume."""
         # By the number of the save, ranks that load compare whether they read the same checkpoint.
-        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **own_job(), **self._entries()}
+        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, "slurm_job": job_number(), **self._entries()}
         if can_be_resumed(checkpoint):
             checkpoint = self._resume.set_back(checkpoint)
             own[RESUME] = resumes
@@ -217,8 +218,8 @@ class Checkpoints(Part):
     def remove(self, by_lightning: Callable[[str | Path], None], filepath: str | Path) -> None:
         """Removes a checkpoint, but not before its successor is complete."""
         local = local_path(filepath)
-        if self._pending.is_under_way and local is not None:
-            self._pending.remove_later(local)
+        if self._wait is not None and local is not None:
+            self._obsolete.append(local)
         else:
             by_lightning(filepath)
 
@@ -315,10 +316,19 @@ class Checkpoints(Part):
 
     @override
     def on_train_start(self) -> None:
-        """Makes callbacks wait for a save in progress before they look for a free name."""
-        if self._policy.async_save:
-            callbacks = self._trainer.callbacks
-            prepare_callbacks([c for c in callbacks if isinstance(c, ModelCheckpoint)], self.wait_for_saves)
+        """Makes callbacks wait for a save in progress before they look for a free name.
+
+        Raises:
+            MisconfigurationException: A callback links to the latest checkpoint.
+        """
+        saving = [callback for callback in self._trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in saving if self._policy.async_save else ():
+            if callback.save_last == "link":
+                raise MisconfigurationException(
+                    "`ModelCheckpoint(save_last='link')` would link to a checkpoint that async_save=True is still"
+                    " writing. Use `save_last=True`."
+                )
+            vars(callback).setdefault("file_exists", partial(_exists_when_saved, callback, self.wait_for_saves))
         self._trains = True
 
     @override
@@ -334,9 +344,23 @@ class Checkpoints(Part):
             CheckpointNotSavedError: The checkpoint could not be written.
             RuntimeError: Ranks have not written their part.
         """
-        if self._pending.is_under_way:
+        if self._wait is not None:
             with watching("the end of a save"):
-                self._pending.finish(self._strategy.is_global_zero)
+                self._finish_save(removes=self._strategy.is_global_zero)
+
+    def _finish_save(self, removes: bool) -> None:
+        # Cleared first: a failed save has ended, too, and must not be waited for again.
+        (wait, self._wait), (obsolete, self._obsolete) = (self._wait, None), (self._obsolete, [])
+        try:
+            if wait is not None:
+                wait()
+        except CheckpointNotSavedError:
+            kept = [str(path) for path in obsolete if path.exists()]
+            if kept:
+                rank_zero_warn(f"Kept because its successor was not saved: {', '.join(kept)}.")
+            raise
+        for path in obsolete if removes else ():
+            remove_atomically(path)
 
     def leaves_out_barrier(self, names: tuple[Any, ...]) -> bool:
         """Whether to skip a barrier. It is skipped at the end of a save that some ranks did not take part in."""
@@ -350,16 +374,27 @@ class Checkpoints(Part):
         """Waits for a checkpoint that is still being written, for example after an exception."""
         self._trains = False
         try:
-            self._pending.finish(removes=False)
+            self._finish_save(removes=False)
         # Only a warning: in teardown, an error would hide the error that ended the training.
         except RuntimeError as error:
             rank_zero_warn(f"A checkpoint was not saved: {error}")
         # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
         for callback in [] if trainer is None else trainer.callbacks:
-            if getattr(vars(callback).get("file_exists"), "func", None) is exists_when_saved:
+            if getattr(vars(callback).get("file_exists"), "func", None) is _exists_when_saved:
                 del callback.file_exists
         self._loaded, self.loaded_entries = None, {}
+
+
+def _exists_when_saved(
+    callback: ModelCheckpoint, wait: Callable[[], None], filepath: str | Path, trainer: Trainer
+) -> bool:
+    """Replaces a ModelCheckpoint's ``file_exists``: first it waits for a save that may make that file. Collective.
+
+    ModelCheckpoint adds a version to a name that exists. It calls this before each save, which would wait as well.
+    """
+    wait()
+    return type(callback).file_exists(callback, filepath, trainer)
 
 
 def _who_and_why(failed: Mapping[int, str], how: str) -> str:

@@ -5,7 +5,6 @@ save. Here the handler only records the signal. Each step's control message show
 and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
 """
 
-import functools
 import os
 import re
 import signal
@@ -59,12 +58,6 @@ def job_number() -> str | None:
     return number if re.fullmatch(r"\d+(_\d+)?", number) else None
 
 
-def own_job() -> dict[str, Any]:
-    """The entry of a checkpoint about the job that saves it. Empty outside of Slurm."""
-    number = job_number()
-    return {} if number is None else {"slurm_job": number}
-
-
 def check_job(own: Mapping[str, Any], path: str | Path) -> None:
     """Refuses a checkpoint that another job saved when it was preempted.
 
@@ -87,28 +80,38 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
 
 
 class Preemption(Part):
-    """Makes a fit save when any rank is preempted, and then end or be requeued.
+    """Records signals, makes a fit save when any rank got one, and then ends it or requeues the job.
 
     Args:
         strategy: The strategy that it is a part of.
-        ranks: The strategy's ranks.
+        ranks: The strategy's ranks. Their messages carry the signals.
         resume: The place of the training.
         wait_for_saves: Returns when all saves are on the disk.
     """
 
-    _of_one_training = frozenset({"_callback"})
+    _of_one_training = frozenset({"_callback", "_replaced"})
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks, resume: Resume, wait_for_saves: Callable[[], None]) -> None:
         super().__init__(strategy)
         self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
         self._callback: SavesWhenPreempted | None = None
+        self._replaced: dict[int, Any] = {}
+        # Then a Slurm job is saved and requeued. SIGTERM means to save and end, because Slurm itself may requeue it.
+        self._requeue_signal: signal.Signals | None = None
+        # The messages that were read, and the signals of the latest.
+        self._answered = self._asked_to = 0
 
     @override
     def begin_fit(self) -> None:
-        """Records signals from now on, instead of Lightning."""
-        signum = signal_to_requeue_at(self._trainer)
-        self._callback = SavesWhenPreempted(self._ranks, self._resume, self._wait_for_saves, signum)
-        self._callback.listen()
+        """Records signals from now on, instead of the program's handlers and Lightning."""
+        self._requeue_signal = signal_to_requeue_at(self._trainer)
+        self._callback, self._replaced = SavesWhenPreempted(self, self._ranks, self._resume), {}
+        # Now, because it is collective on first use.
+        self._answered = self._ranks.messages.launched
+        # Python sets handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            signums = {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}
+            self._replaced = {signum: signal.signal(signum, self._note) for signum in signums}
         leave_signals_alone(self._trainer)
 
     @override
@@ -129,7 +132,8 @@ class Preemption(Part):
         """Restores the signal handlers."""
         if self._callback is not None:
             self._remove_callback()
-            self._callback.stop_listening()
+            for signum, handler in self._replaced.items():
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             give_back_signals(self._trainer)
             self._callback = None
 
@@ -138,101 +142,43 @@ class Preemption(Part):
         callbacks = self._trainer.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
 
-
-class SavesWhenPreempted(Callback):
-    """Records signals, saves between batches, and follows a training. Runs before the user's callbacks.
-
-    Every ``on_train_batch_end`` that ends a window is collective. If the window has sent no control message, it sends
-    one.
-
-    Args:
-        ranks: The strategy's ranks. Their messages carry the signals.
-        resume: The place of the training.
-        wait_for_saves: Returns when all saves are on the disk.
-        requeue_signal: The signal at which a Slurm job is to be saved and requeued. None outside of such a job.
-            SIGTERM means to save and end, because Slurm itself may requeue the job.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        resume: Resume,
-        wait_for_saves: Callable[[], None],
-        requeue_signal: signal.Signals | None,
-    ) -> None:
-        self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
-        self._messages, self._requeue_signal = ranks.messages, requeue_signal
-        self._messages_answered = 0
-        self._replaced: dict[int, Any] = {}
-
-    def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
-        """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
-        return self
-
-    def listen(self) -> None:
-        """Records signals from now on, instead of the program's handlers."""
-        # Python sets handlers in the main thread only.
-        if threading.current_thread() is threading.main_thread():
-            signums = {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}
-            self._replaced = {signum: signal.signal(signum, self._note) for signum in signums}
-
-    def stop_listening(self) -> None:
-        """Restores the handlers that were replaced."""
-        for signum, handler in self._replaced.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        self._replaced.clear()
-
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._messages.signal |= _REQUEUE if signum == self._requeue_signal else _TERMINATE
+        self._ranks.messages.signal |= _REQUEUE if signum == self._requeue_signal else _TERMINATE
         programs = self._replaced.get(signum)
         if signum == signal.SIGTERM and callable(programs):
             # As Lightning's handler does.
             programs(signum, frame)
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Passes the exception on, before other callbacks save."""
-        self._ranks.give_up(exception)
+    def end_batch(self) -> bool:
+        """Whether to save before the next batch, because any rank got a signal. Collective at the end of a window.
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the start of an epoch."""
-        self._resume.begin_epoch()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the end of an epoch, before other callbacks save."""
-        self._resume.end_epoch()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Checks whether any rank got a signal. Not in an open accumulation window: a checkpoint has no gradients."""
-        accumulates = window_is_open(trainer)
-        self._resume.end_batch(trainer, accumulates)
+        If the window has sent no control message, this sends one.
+        """
+        messages = self._ranks.messages
+        accumulates = window_is_open(self._trainer)
+        self._resume.end_batch(self._trainer, accumulates)
+        # Not in an open accumulation window: a checkpoint has no gradients.
         if accumulates:
-            return
-        if self._messages.launched == self._messages_answered:
+            return False
+        if messages.launched == self._answered:
             # No backward has sent gradients, and with them a message.
-            self._messages.launch()
-        self._messages_answered = self._messages.launched
-        asked_to = self._messages.latest().signal
-        if asked_to:
-            # The loaders will have fetched the next batch when the checkpoint is saved.
-            self._resume.keeps_next_fetch = True
-            self.on_train_batch_start = functools.partial(self._save_and_end, asked_to)
+            messages.launch()
+        self._answered = messages.launched
+        self._asked_to = messages.latest().signal
+        # The loaders will have fetched the next batch when the checkpoint is saved.
+        self._resume.keeps_next_fetch = bool(self._asked_to)
+        return bool(self._asked_to)
 
-    def _save_and_end(self, asked_to: int, trainer: Trainer, *_: Any) -> None:
-        """Saves because some rank got a signal, before any work on this batch.
+    def save_and_end(self) -> None:
+        """Saves because some rank got a signal, before any work on the next batch.
 
         All work on the last batch is done: hooks, validation, the end of the epoch.
         """
-        del self.on_train_batch_start
+        trainer = self._trainer
         # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
-        self._messages.signal = 0
+        self._ranks.messages.signal = 0
         saved = self._save(trainer)
-        if not asked_to & _REQUEUE or self._requeue(trainer):
+        if not self._asked_to & _REQUEUE or self._requeue(trainer):
             self._end(saved)
 
     def _save(self, trainer: Trainer) -> list[str]:
@@ -270,6 +216,45 @@ class SavesWhenPreempted(Callback):
                 signal.signal(signum, signal.SIG_DFL)
             time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
         raise SIGTERMException(128 + signal.SIGTERM)
+
+
+class SavesWhenPreempted(Callback):
+    """Calls parts of the strategy between batches, before the user's callbacks."""
+
+    def __init__(self, preemption: Preemption, ranks: Ranks, resume: Resume) -> None:
+        self._preemption, self._ranks, self._resume = preemption, ranks, resume
+        self._saves = False
+
+    def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
+        """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
+        return self
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Passes the exception on, before other callbacks save."""
+        self._ranks.give_up(exception)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the start of an epoch."""
+        self._resume.begin_epoch()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the end of an epoch, before other callbacks save."""
+        self._resume.end_epoch()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Saves if any rank got a signal before."""
+        if self._saves:
+            self._saves = False
+            self._preemption.save_and_end()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Checks whether any rank got a signal."""
+        self._saves = self._preemption.end_batch()
 
 
 def _save_for_job(trainer: Trainer) -> list[str]:

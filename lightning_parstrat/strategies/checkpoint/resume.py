@@ -6,6 +6,7 @@ moment before.
 """
 
 import copy
+import pickle
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,6 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
 from lightning_parstrat.strategies.data.places import (
     Moment,
     Place,
-    as_saved,
     is_stateful,
     knows_its_place,
     moments,
@@ -193,7 +193,7 @@ class Resume(Part):
             fails = not self._sets(sampler, places)
         if within_epoch and any_rank(fails, self._ranks.control):
             if sampler is not None:
-                sampler.resumed, sampler.counts_anew = None, False
+                sampler.resumed, sampler.recounts = None, False
             rank_zero_warn(
                 "The checkpoint was saved within an epoch, and a data loader cannot continue there on all ranks. So it"
                 " begins the epoch's samples again. Possible reasons: its place is not in the checkpoint; its sampler"
@@ -246,7 +246,7 @@ class Resume(Part):
             for sampler in samplers:
                 sampler.undo_seed()
         begin_epoch_without_length(trainer)
-        if any(sampler.counts_anew for sampler in samplers):
+        if any(sampler.recounts for sampler in samplers):
             count_from_places(trainer)
         elif own is not None and within_epoch:
             count_as_ended(trainer, [bool(place and place["begun_again"]) for place in own["loaders"]])
@@ -358,9 +358,8 @@ class Resume(Part):
     def set_back(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint set back to a point at which training can resume."""
         point, trainer = self._point_of_save(), self._trainer
-        states, batches = states_in(as_saved(point.places)), _trained(trainer) - point.trained
-        loops = set_back(checkpoint["loops"], trainer, states, batches)
-        return {**checkpoint, "loops": loops}
+        batches = _trained(trainer) - point.trained
+        return {**checkpoint, "loops": set_back(checkpoint["loops"], trainer, states_in(point.places), batches)}
 
     def gather(self, control: Collectives | None, can_resume: bool) -> dict[str, Any]:
         """The entry of each rank's random numbers and loaders' places. Without ``control``, of this rank alone.
@@ -374,21 +373,20 @@ class Resume(Part):
         point = self._point_of_save()
         if can_resume and point.within_epoch:
             self._warn_of_lost(point.places)
-        own = {"rng": point.rng, "loaders": as_saved(point.places) if can_resume else []}
-        of_ranks = [own] if control is None else gather_object(own, control.group)
+        own = {"rng": point.rng, "loaders": point.places if can_resume else []}
+        # Raises if a loader's state cannot be pickled, before rank 0 waits for it.
+        pickle.dumps(own)
+        if control is not None:
+            of_ranks = gather_object(own, control.group)
+        else:
+            # Without empty places for others, a training of several ranks would take this rank's rest for the whole.
+            absent = {**own, "loaders": [None] * len(own["loaders"])}
+            of_ranks = [own, *[absent] * (self._strategy.world_size - 1)]
         return {
             "ranks": of_ranks,
             "within_epoch": point.within_epoch,
             "validation_is_due": point.validation_is_due,
         }
-
-    def gather_alone(self, can_resume: bool) -> dict[str, Any]:
-        """The result of :meth:`gather` for this rank alone, with empty places for other ranks. Not collective."""
-        entry = self.gather(None, can_resume)
-        (own,) = entry["ranks"]
-        # Without the empty places, a training of several ranks would take this rank's rest for the whole rest.
-        absent = {**own, "loaders": [None] * len(own["loaders"])}
-        return {**entry, "ranks": [own, *[absent] * (self._strategy.world_size - 1)]}
 
     def _warn_of_lost(self, places: Sequence[Place | None]) -> None:
         """Warns, once in a training, that a checkpoint within an epoch does not know the place of a loader."""

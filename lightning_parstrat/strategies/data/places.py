@@ -35,7 +35,7 @@ class Moment(NamedTuple):
         in_pass: The pass of such a loader, if it has an iterator.
         batches: How many batches its iterator has handed out in that pass.
         has_ended: Whether it has ended in the epoch.
-        state: The state of a loader that has a `state_dict`: pickled, or itself if it cannot be pickled.
+        state: A copy of the state of a loader that has a `state_dict`.
     """
 
     loader: Any
@@ -73,7 +73,7 @@ def moments(trainer: Trainer, given: Sequence[Any] | None = None) -> list[Moment
         known = in_pass if isinstance(in_pass, Pass) else None
         state = None
         if is_stateful(loader):
-            state = _pickled(loader.state_dict()) if given is None else next(states, None)
+            state = _copied(loader.state_dict()) if given is None else next(states, None)
         # Lightning may have fetched a batch before the training, or before the epoch of a loader that it made anew.
         batches = batches if given is None else 0
         has_ended = number < len(ended) and ended[number]
@@ -91,33 +91,17 @@ def places_at(loaders: Sequence[Moment], within_epoch: bool) -> list[Place | Non
     ]
 
 
-def as_saved(places: Sequence[Place | None]) -> list[Place | None]:
-    """Places with loaders' states themselves, not their pickles, which users of a checkpoint may not want to unpickle.
-
-    Raises:
-        Exception: A state cannot be pickled.
-    """
-    found = []
-    for place in places:
-        if place is not None and "state" in place:
-            state = place["state"]
-            state = state if isinstance(state, bytes) else pickle.dumps(state)
-            place = {**place, "state": pickle.loads(state)}
-        found.append(place)
-    return found
-
-
 def states_in(places: Sequence[Place | None]) -> list[Any]:
     """The loaders' own states among these places, as Lightning saves them. Empty if an epoch begins."""
     states = [place["state"] for place in places if place is not None and "state" in place]
     return [] if None in states else states
 
 
-def _pickled(state: Any) -> Any:
-    # For a large state, `copy.deepcopy` would take ten times as long.
+def _copied(state: Any) -> Any:
+    # For a large state, `copy.deepcopy` would take several times as long.
     try:
-        return pickle.dumps(state)
-    # A user's class may raise anything. The training continues, and a save fails.
+        return pickle.loads(pickle.dumps(state))
+    # A user's class may raise anything. The training continues, and a save fails, because it pickles the state, too.
     except Exception:
         return state
 

@@ -107,7 +107,7 @@ class PositionedSampler(StandIn):
 
     Attributes:
         resumed: The next pass, if it is a resumed one.
-        counts_anew: Whether Lightning has to count from that pass's ``batches_before``, and not from its own count.
+        recounts: Whether Lightning has to count from that pass's ``batches_before``, and not from its own count.
         undoes_seed: Whether the next pass sets generators back to before the loader drew a seed for its workers,
             because the saved training had drawn that seed earlier.
         workers_live_on: Whether it does so with torch's random numbers, too: the saved training had persistent workers.
@@ -116,13 +116,13 @@ class PositionedSampler(StandIn):
         dataloader: The loader. :meth:`remove` restores its sampler.
     """
 
-    __slots__ = ("_before_seed", "_generators", "_name", "counts_anew", "resumed", "undoes_seed", "workers_live_on")
+    __slots__ = ("_before_seed", "_generators", "_name", "recounts", "resumed", "undoes_seed", "workers_live_on")
 
     def __init__(self, dataloader: DataLoader[Any]) -> None:
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
         self.resumed: Pass | None = None
-        self.counts_anew = self.undoes_seed = self.workers_live_on = False
+        self.recounts = self.undoes_seed = self.workers_live_on = False
         self._before_seed: tuple[Tensor, list[Tensor]] | None = None
         inner = (self.source, getattr(self.source, "sampler", None))
         owners = [dataloader, *inner, *map(sampler_within, inner)]
@@ -222,7 +222,7 @@ class PositionedSampler(StandIn):
         if before is None or (self.batch_size is not None and length is not None):
             # The pass has to end with Lightning's epoch, also if batches have another size.
             before = len(self) - len(self.batches(range((length or 0) - position["taken"])))
-        resumed.batches_before, self.counts_anew = before, is_same and before != position["batches"]
+        resumed.batches_before, self.recounts = before, is_same and before != position["batches"]
         self.resumed = resumed if is_same else None
         return is_same
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.durable_files import put_in_place
 from lightning_parstrat.errors import CheckpointDamagedError
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.checkpoint.trainings import load, make, write
+from tests.strategies.checkpoint.trainings import make, write
 from tests.strategies.parity import Recorder, make_trainer
 
 
@@ -74,9 +74,9 @@ def other_weights(checkpoint: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "the end is missing": ("full", lambda p: cut(p, part=0.999), r"truncated: its \d+ bytes .*resume from another one"),
-    "empty": ("full", lambda p: cut(p, part=0.0), r"full\.ckpt is truncated: its 0 bytes"),
-    "a text": ("full", lambda p: p.write_text("hello, " * 99), r"full\.ckpt is not a checkpoint: it cannot be read"),
+    "the end is missing": ("full", lambda p: cut(p, part=0.999), r"truncated, .*: its \d+ bytes .*resume from another"),
+    "empty": ("full", lambda p: cut(p, part=0.0), r"full\.ckpt is truncated, or .*: its 0 bytes"),
+    "a text": ("full", lambda p: p.write_text("hello, " * 99), r"full\.ckpt is .* not a checkpoint: its 693 bytes"),
     "weights alone": (
         "full",
         lambda p: torch.save(torch.load(p)["state_dict"], p),
@@ -162,12 +162,6 @@ def test_what_one_rank_cannot_read_is_refused_by_all(pool: RankPool, originals: 
     seeing, blind = pool.run(2, attempt_apart, [path, f"{path}.elsewhere"])
     assert "Rank 1 failed in loading" in seeing and "All nodes must see the same files" in seeing
     assert "Checkpoint file not found" in blind
-
-
-def test_a_file_of_the_old_kind_is_read(originals: dict[str, Path], tmp_path: Path) -> None:
-    old = tmp_path / "old.ckpt"
-    torch.save(load(originals["full"]), old, _use_new_zipfile_serialization=False)
-    assert DurableCheckpointIO().load_checkpoint(old, weights_only=True)["global_step"] == 4
 
 
 def test_a_folder_that_is_replaced_while_it_is_read_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:
