@@ -277,7 +277,8 @@ class Resume(Part):
 
     def _before_fetch(self, trainer: Trainer) -> None:
         self._has_iterators, self._is_due = True, None
-        count_epoch_as_begun(trainer)
+        if not self._noted:
+            count_epoch_as_begun(trainer)
         trained, fetched = _trained(trainer), batches_fetched(trainer)
         is_first = not self._noted and fetched == trained
         self._noted[fetched] = moments(trainer, self._given if is_first else None)
