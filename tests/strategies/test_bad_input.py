@@ -1,42 +1,73 @@
 """What cannot work is refused before training starts: what came, what is allowed, what to do."""
 
 import logging
+import math
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor
 from tests.strategies.odd_optimizers import ClosureTwice
 from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1, zero3
 
+NO_CHOICES = ("", "Exact", None, True, 0, ["exact"])
+NUMBERS = "a positive number of MiB"
+# A strategy, its argument, what it refuses, and what is allowed. What several strategies take is asked of one.
+WRONG: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
+    (ZeRO1Strategy, "bucket_cap_mb", (0, -0.5, math.nan, math.inf, True, "8", "huge", None, [8]), f"{NUMBERS}, such"),
+    (ZeRO1Strategy, "partition", ("rows", "Element", None, 1, ["element"]), "one of ('auto', 'element', 'parameter')."),
+    (ZeRO1Strategy, "comm_dtype", ("fp16", "bfloat16", True, torch.float16), "'bf16', torch.bfloat16, or None"),
+    (ZeRO1Strategy, "gather_dtype", ("fp16", "", True), "'bf16', torch.bfloat16, or None"),
+    (ZeRO1Strategy, "max_inflight_buckets", (0, -1, 1.5, True, "2", math.inf), "a whole number >= 1, 'auto' or None."),
+    (ZeRO1Strategy, "expose_gradients", ("yes",), "'auto', True or False."),
+    (ZeRO1Strategy, "master_weights", (32,), "'auto', True or False."),
+    (ZeRO1Strategy, "shard_group", ("rack", 0, True, 2.0), "'all', 'node', or a whole number of ranks >= 1"),
+    (ZeRO1Strategy, "partial_window", NO_CHOICES, "one of ('exact', 'lightning')."),
+    (ZeRO1Strategy, "clip_scope", NO_CHOICES, "one of ('optimizer', 'global')."),
+    (ZeRO1Strategy, "nonfinite_grads", NO_CHOICES, "one of ('propagate', 'skip', 'raise')."),
+    (ZeRO1Strategy, "norm_type", (0, -1, -math.inf, math.nan, True, "2", None, [2.0], 2j), "a positive number, such"),
+    (ZeRO1Strategy, "stall_warning_seconds", (0, -1.0, math.nan, math.inf, True, "15"), "a positive number of seconds"),
+    *((cls, "exact_evaluation", ("yes",), "True or False.") for cls in (ZeRO1Strategy, TunedDDPStrategy)),
+    (TunedDDPStrategy, "bucket_cap_mb", ("small", 0, True, math.inf, [1.0, -1.0], []), f"'auto', {NUMBERS}"),
+    (TunedDDPStrategy, "tune_steps", (1, 2.0), "a whole number >= 2."),
+    (TunedDDPStrategy, "tune_tolerance", (-0.1, 1, math.nan), "a number >= 0 and < 1."),
+    (TunedDDPStrategy, "plan_cache", (3,), "a folder's path, or None."),
+    (TunedDDPStrategy, "comm_hook", ("int8",), "one of ('bf16', 'fp16'), or None."),
+    (ZeRO3Strategy, "auto_wrap_policy", ("Block",), "a list or set of classes or their names, or None."),
+    (ZeRO3Strategy, "min_num_params", (-1,), "a whole number >= 0."),
+    (ZeRO3Strategy, "param_dtype", ("fp16",), "'auto', 'bf16', or None"),
+]
 
-def test_wrong_arguments_name_the_value_and_what_is_allowed() -> None:
-    refused: list[tuple[dict[str, Any], list[str]]] = [
-        *(({"bucket_cap_mb": value}, [repr(value), "positive"]) for value in (0, -3.5, float("nan"), "8", True)),
-        # What ddp_tuned takes.
-        ({"bucket_cap_mb": "huge"}, ["bucket_cap_mb: 'huge'", "positive number of MiB", "'auto'"]),
-        ({"partition": "row"}, ["'row'", "auto", "element", "parameter"]),
-        ({"expose_gradients": "yes"}, ["expose_gradients: 'yes'", "auto", "True", "False"]),
-        ({"shard_group": "rack"}, ["shard_group: 'rack'", "'all'", "'node'", "number of ranks"]),
-        ({"shard_group": 0}, ["shard_group: 0", ">= 1"]),
-        ({"shard_group": True}, ["shard_group: True", "whole number"]),
-        ({"shard_group": 2.0}, ["shard_group: 2.0", "whole number"]),
-        ({"master_weights": 32}, ["master_weights: 32", "auto", "True", "False"]),
-    ]
-    for arguments, words in refused:
+
+@pytest.mark.parametrize(("strategy", "name", "values", "allowed"), WRONG, ids=[f"{row[1]}" for row in WRONG])
+def test_wrong_arguments_name_the_value_and_what_is_allowed(
+    strategy: type[Any], name: str, values: tuple[Any, ...], allowed: str
+) -> None:
+    for value in values:
         with pytest.raises(ValueError) as caught:
-            ZeRO1Strategy(**arguments)
-        assert all(word in str(caught.value) for word in words), str(caught.value)
+            strategy(**{name: value})
+        assert str(caught.value).startswith(f"Invalid {name}: {value!r}. Must be {allowed}"), caught.value
+
+
+def test_arguments_that_exclude_each_other_are_refused() -> None:
+    hook = default_hooks.allreduce_hook
+    for strategy, arguments, message in (
+        (ZeRO1Strategy, {"gather_dtype": "bf16", "master_weights": False}, "master_weights=False forgoes"),
+        (TunedDDPStrategy, {"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
+        (TunedDDPStrategy, {"comm_hook": "bf16", "ddp_comm_hook": hook}, "Give one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            strategy(**arguments)
     with pytest.raises(TypeError, match="ddp_comm_hook"):
-        ZeRO1Strategy(ddp_comm_hook=sum)
+        ZeRO1Strategy(ddp_comm_hook=hook)
 
 
 def test_arguments_that_a_wrapper_needs_are_said_to_be_needless(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,8 +158,3 @@ def test_world_sizes_that_disagree_are_refused(own_pool: RankPool) -> None:
         for message in messages:
             for words in ("MisconfigurationException", "2 ranks", "asks for 3", "num_nodes"):
                 assert words in message, message
-
-
-def test_a_wrong_strategy_name_gets_lightnings_own_error() -> None:
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        Trainer(accelerator="cpu", strategy="zero1_costum", logger=False)

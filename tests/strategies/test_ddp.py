@@ -339,18 +339,3 @@ def compressed(name: str | None, hook: Any) -> tuple[float, torch.dtype]:
 def test_hooks_compress_on_every_device(pool: RankPool, name: str | None, hook: Any) -> None:
     for difference, dtype in pool.run(2, compressed, name, hook):
         assert 0.0 < difference < 2e-2 and dtype == torch.float32
-
-
-BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"bucket_cap_mb": "small"}, "Must be 'auto', a positive number"),
-    ({"plan_cache": 3}, "plan_cache: 3. Must be a folder's path, or None"),
-    ({"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
-    ({"comm_hook": "int8"}, r"Must be one of \('bf16', 'fp16'\)"),
-    ({"comm_hook": "bf16", "ddp_comm_hook": default_hooks.allreduce_hook}, "Give one of them"),
-]
-
-
-def test_bad_arguments_are_refused() -> None:
-    for arguments, message in BAD_ARGUMENTS:
-        with pytest.raises(ValueError, match=message):
-            TunedDDPStrategy(**arguments)

@@ -70,6 +70,11 @@ class Evaluated(LightningModule):
             self.log("local", value, batch_size=len(samples))
             if self.within == "log":
                 self.log("step", value, on_step=True, sync_dist=True)
+            elif self.within == "slope":
+                with torch.enable_grad():
+                    samples = samples.clone().requires_grad_(True)
+                    (slope,) = torch.autograd.grad(self(self(samples)).sum(), samples)
+                self.log("slope", slope.norm(), sync_dist=True, batch_size=len(samples))
             elif self.within == "gather":
                 self.log("gathered", self.all_gather(value).mean(), batch_size=1)
 
@@ -195,6 +200,7 @@ EVEN = {
     "gathered in steps": Row("validate", ((3, 3), (2, 2)), "sk", "gather"),
     "test, limited": Row("test", ((3, 4),), "s", "log", {"limit_test_batches": 3}),
     "limited by less": Row("validate", ((3, 4),), "s", "log", {"limit_val_batches": 2}),
+    "gradients in steps": Row("fit", ((2, 2),), "k", "slope", {"inference_mode": False}),
     "fetched in steps": Row("validate", ((2, 2),), "s", module=Fetching),
     "loaders that begin again": Row("validate", ((2, 2), (5, 5)), "ss", "together", mode="max_size_cycle"),
     # Buffers are rank 0's from the first step of the validation.
@@ -235,6 +241,10 @@ REFUSED = {
     "streams, limited": (Row("test", ((2, 4),), "s", "", {"limit_test_batches": 3}), "After 2 batches of a test_"),
     "one rank knows its length": (Row("validate", ((2, 3),), "0"), "After 2 batches of a val_dataloader"),
     "no batch of a stream": (Row("predict", ((1, 1), (0, 2)), "ss"), "After 0 batches of a predict_dataloader"),
+    "gradients": (
+        Row("validate", ((1, 2),), "k", "slope", {"inference_mode": False}),
+        "gradients are computed in a step",
+    ),
     "no batch": (Row("validate", ((0, 2),), "k"), "A rank has no batch of a val_dataloader, while another one has 2"),
     "together": (
         Row("validate", ((2, 3), (3, 3)), "kk", "together", mode="max_size"),
@@ -308,9 +318,3 @@ def test_exact_evaluation_sees_each_sample_once(
 def test_exact_evaluation_needs_a_sample_for_every_rank(pool: RankPool) -> None:
     with pytest.raises(RankError, match="2 samples for 3 ranks"):
         pool.run(3, evaluate_exactly, "zero1_custom", "validate", 2, True, timeout=TIMEOUT)
-
-
-def test_exact_evaluation_is_true_or_false() -> None:
-    for strategy in (ZeRO1Strategy, TunedDDPStrategy):
-        with pytest.raises(ValueError, match="Invalid exact_evaluation: 'yes'"):
-            strategy(exact_evaluation="yes")

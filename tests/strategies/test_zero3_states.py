@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
-from tests.pool import RankError, RankPool
+from tests.pool import RankPool
 from tests.scripts import run_script
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -45,59 +45,6 @@ def own(length: int) -> Any:
 
 def weights_of(module: nn.Module) -> list[Tensor]:
     return [whole(parameter.detach()).clone() for parameter in module.parameters()]
-
-
-# Evaluations and predictions.
-
-
-class Intricate(zoo.Zoo):
-    """Units within units, and one that is called twice."""
-
-    def build(self) -> None:
-        inner = [nn.Sequential(nn.Linear(zoo.FEATURES, zoo.FEATURES), nn.Tanh()) for _ in range(2)]
-        self.blocks = nn.ModuleList(nn.Sequential(one, nn.LayerNorm(zoo.FEATURES)) for one in inner)
-        self.net = nn.Linear(zoo.FEATURES, 1)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        for number in (0, 1, 0):
-            batch = self.blocks[number](batch)
-        return self.net(batch)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return self(batch).pow(2).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.compute_loss(batch))
-
-
-NESTED = {"auto_wrap_policy": ["Linear", "Sequential"]}
-
-
-class Sensitive(Intricate):
-    """Evaluates how much its output depends on its input."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        with torch.enable_grad():
-            batch = batch.clone().requires_grad_(True)
-            (gradient,) = torch.autograd.grad(self(batch).sum(), batch)
-        self.log("val_loss", gradient.norm(), sync_dist=True)
-
-
-def evaluate_gradients(strategy: str, batches: tuple[int, int]) -> list[Any]:
-    torch.manual_seed(0)
-    chosen = ddp() if strategy == "ddp" else zero3(**NESTED)
-    trainer = make_trainer(chosen, max_epochs=2, use_distributed_sampler=False, inference_mode=False)
-    module = Sensitive()
-    trainer.fit(module, own(24), zoo.loader(4 * batches[dist.get_rank()], 4))
-    return [float(trainer.callback_metrics["val_loss"]), weights_of(module)]
-
-
-def test_an_evaluation_may_compute_gradients(pool: RankPool) -> None:
-    expected = pool.run(2, evaluate_gradients, "ddp", (2, 2))
-    assert_same(pool.run(2, evaluate_gradients, "zero3", (2, 2)), expected, **CLOSE)
-    # Nobody follows gradients of a batch more.
-    with pytest.raises(RankError, match=r"val_dataloader.*gradients are computed"):
-        pool.run(2, evaluate_gradients, "zero3", (1, 2))
 
 
 def train_by_turns(order: list[str]) -> list[Tensor]:
