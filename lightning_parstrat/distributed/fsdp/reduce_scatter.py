@@ -1,6 +1,6 @@
 """How gradients of sharded parameters are summed over ranks: in fp32, in whatever dtype they are sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ class ExchangedReduceScatter:
         collectives: Collectives of all ranks that share the parameters.
         travels_in: The dtype to which gradients are rounded before they are sent. None sends them unchanged. They are
             summed in their own dtype. Rounding needs two more buffers of the unit's gradients in this dtype.
+        before: Called before gradients are sent. It raises if other ranks do not send theirs.
     """
 
-    def __init__(self, collectives: Collectives, travels_in: torch.dtype | None = None) -> None:
+    def __init__(self, collectives: Collectives, travels_in: torch.dtype | None, before: Callable[[], None]) -> None:
         self._collectives = collectives
         self._travels_in = travels_in
+        self._before = before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the gradients that are sent, and for their sum."""
@@ -37,6 +39,7 @@ class ExchangedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Leaves this rank's part of the sum, or of the mean, in ``output_tensor``. Collective. It waits."""
+        self._before()
         sent = input_tensor if self._travels_in is None else input_tensor.to(self._travels_in)
         self._collectives.reduce_scatter(sent, output_tensor).wait()
         if op == dist.ReduceOp.AVG:

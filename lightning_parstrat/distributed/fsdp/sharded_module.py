@@ -205,7 +205,8 @@ class ShardedModule:
         for part in self._parts:
             own = next((shard.dtype for shard, _ in fsdp_params_of(part)), torch.float32)
             # For all parts: an earlier training of the module may have had another setting.
-            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travel.get(own)))
+            chosen = ExchangedReduceScatter(collectives, travel.get(own), self._before_reduction)
+            part.set_custom_reduce_scatter(chosen)
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for number, leaf in enumerate(self.leaves):
@@ -261,11 +262,13 @@ class ShardedModule:
             self._run_through.add(number)
 
     def _note_gradient(self, number: int, _: Tensor) -> None:
+        if self._before_gradients is None:
+            self._used.add(number)
+            self._graph_tasks.add(current_graph_task_id())
+
+    def _before_reduction(self) -> None:
         if self._before_gradients is not None:
             self._before_gradients()
-            return
-        self._used.add(number)
-        self._graph_tasks.add(current_graph_task_id())
 
     def reshard(self) -> None:
         """Frees gathered parameters. The module's parameters are then those that optimizers step. Not collective.
