@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -98,16 +98,24 @@ class Preemption(Part):
         self._replaced: dict[int, Any] = {}
         # Then a Slurm job is saved and requeued. SIGTERM means to save and end, because Slurm itself may requeue it.
         self._requeue_signal: signal.Signals | None = None
-        # The messages that were read, and the signals of the latest.
+        # How many messages were read, and the signals of the latest.
         self._answered = self._asked_to = 0
 
     @override
     def begin_fit(self) -> None:
         """Records signals from now on, instead of the program's handlers and Lightning."""
         self._requeue_signal = signal_to_requeue_at(self._trainer)
-        self._callback, self._replaced = SavesWhenPreempted(self, self._ranks, self._resume), {}
+        # All of these come before those of the user's callbacks, which may save.
+        self._callback = SavesWhenPreempted(
+            on_exception=lambda *given: self._ranks.give_up(given[-1]),
+            on_train_epoch_start=lambda *_: self._resume.begin_epoch(),
+            on_train_epoch_end=lambda *_: self._resume.end_epoch(),
+            on_train_batch_start=self.begin_batch,
+            on_train_batch_end=self.end_batch,
+        )
+        self._replaced = {}
         # Now, because it is collective on first use.
-        self._answered = self._ranks.messages.launched
+        self._answered, self._asked_to = self._ranks.messages.launched, 0
         # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             signums = {signal.SIGTERM, self._requeue_signal or signal.SIGTERM}
@@ -149,17 +157,17 @@ class Preemption(Part):
             # As Lightning's handler does.
             programs(signum, frame)
 
-    def end_batch(self) -> bool:
-        """Whether to save before the next batch, because any rank got a signal. Collective at the end of a window.
+    def end_batch(self, trainer: Trainer, *_: Any) -> None:
+        """Checks whether any rank got a signal. Collective at the end of a window.
 
         If the window has sent no control message, this sends one.
         """
         messages = self._ranks.messages
-        accumulates = window_is_open(self._trainer)
-        self._resume.end_batch(self._trainer, accumulates)
+        accumulates = window_is_open(trainer)
+        self._resume.end_batch(trainer, accumulates)
         # Not in an open accumulation window: a checkpoint has no gradients.
         if accumulates:
-            return False
+            return
         if messages.launched == self._answered:
             # No backward has sent gradients, and with them a message.
             messages.launch()
@@ -167,18 +175,19 @@ class Preemption(Part):
         self._asked_to = messages.latest().signal
         # The loaders will have fetched the next batch when the checkpoint is saved.
         self._resume.keeps_next_fetch = bool(self._asked_to)
-        return bool(self._asked_to)
 
-    def save_and_end(self) -> None:
-        """Saves because some rank got a signal, before any work on the next batch.
+    def begin_batch(self, trainer: Trainer, *_: Any) -> None:
+        """Saves if any rank got a signal before, and before any work on this batch.
 
         All work on the last batch is done: hooks, validation, the end of the epoch.
         """
-        trainer = self._trainer
+        asked_to, self._asked_to = self._asked_to, 0
+        if not asked_to:
+            return
         # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
         self._ranks.messages.signal = 0
         saved = self._save(trainer)
-        if not self._asked_to & _REQUEUE or self._requeue(trainer):
+        if not asked_to & _REQUEUE or self._requeue(trainer):
             self._end(saved)
 
     def _save(self, trainer: Trainer) -> list[str]:
@@ -218,43 +227,12 @@ class Preemption(Part):
         raise SIGTERMException(128 + signal.SIGTERM)
 
 
-class SavesWhenPreempted(Callback):
+class SavesWhenPreempted(LambdaCallback):
     """Calls parts of the strategy between batches, before the user's callbacks."""
-
-    def __init__(self, preemption: Preemption, ranks: Ranks, resume: Resume) -> None:
-        self._preemption, self._ranks, self._resume = preemption, ranks, resume
-        self._saves = False
 
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
         return self
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Passes the exception on, before other callbacks save."""
-        self._ranks.give_up(exception)
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the start of an epoch."""
-        self._resume.begin_epoch()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the end of an epoch, before other callbacks save."""
-        self._resume.end_epoch()
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Saves if any rank got a signal before."""
-        if self._saves:
-            self._saves = False
-            self._preemption.save_and_end()
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Checks whether any rank got a signal."""
-        self._saves = self._preemption.end_batch()
 
 
 def _save_for_job(trainer: Trainer) -> list[str]:

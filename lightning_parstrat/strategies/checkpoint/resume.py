@@ -375,8 +375,8 @@ class Resume(Part):
         if can_resume and point.within_epoch:
             self._warn_of_lost(point.places)
         own = {"rng": point.rng, "loaders": point.places if can_resume else []}
-        # Raises if a loader's state cannot be pickled, before rank 0 waits for it.
-        pickle.dumps(own)
+        # Raises if a loader's state cannot be pickled and loaded, before rank 0 waits for it.
+        own = pickle.loads(pickle.dumps(own))
         if control is not None:
             of_ranks = gather_object(own, control.group)
         else:
