@@ -27,7 +27,8 @@ from lightning_parstrat.distributed.checkpoint.folder import (
 )
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
-from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank
+from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
@@ -36,11 +37,9 @@ from lightning_parstrat.distributed.engine.stepping import is_sharded
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     CHECKPOINT_KEY,
     FORMAT,
-    RESUME,
     check_readable,
     local_path,
 )
-from lightning_parstrat.strategies.checkpoint.lightnings_loops import can_be_resumed
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
@@ -153,8 +152,7 @@ class Checkpoints(Part):
         """
         if self._absent:
             if self._can_save_alone:
-                resumes = self._resume.gather(None, can_be_resumed(checkpoint))
-                by_lightning(self._with_own_entries(checkpoint, resumes), filepath, storage_options)
+                by_lightning(self._with_own_entries(checkpoint, None), filepath, storage_options)
                 return
             log.warning(
                 f"{self._ranks.flag}: rank {self._ranks.rank} was to save {filepath} after an exception. That needs all"
@@ -169,10 +167,8 @@ class Checkpoints(Part):
         with watching(f"{_SAVE} of {filepath}", _SAVE_ON_ALL):
             self._ranks.wait_for_all()
             checkpoint = self._state.completed(checkpoint, gathers=not self.are_sharded)
-            # The ranks agree on it, because a user's hook may have changed the checkpoint on some ranks only.
             control = self._ranks.control
-            resumes = self._resume.gather(control, any_rank(can_be_resumed(checkpoint), control))
-            checkpoint = self._with_own_entries(checkpoint, resumes)
+            checkpoint = self._with_own_entries(checkpoint, control)
             if self.are_sharded:
                 self._save_sharded(checkpoint, filepath, storage_options)
                 return
@@ -201,14 +197,10 @@ class Checkpoints(Part):
         asynchronous = self._policy.async_save and self._trains and not self._ranks.is_interrupted
         self._wait = save_sharded(checkpoint, path, tensors, self._ranks.of_checkpoints, asynchronous)
 
-    def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds this package's entries, and sets a checkpoint back to a point at which training can resume."""
+    def _with_own_entries(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
         # By the number of the save, ranks that load compare whether they read the same checkpoint.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, "slurm_job": job_number(), **self._entries()}
-        if can_be_resumed(checkpoint):
-            checkpoint = self._resume.set_back(checkpoint)
-            own[RESUME] = resumes
-        return {**checkpoint, CHECKPOINT_KEY: own}
+        return self._resume.with_place({**checkpoint, CHECKPOINT_KEY: own}, control)
 
     @property
     def _can_save_alone(self) -> bool:

@@ -21,9 +21,10 @@ from typing_extensions import override
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import RESUME
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
+    can_be_resumed,
     complete_last_batch,
     count_epoch_as_begun,
     count_from_places,
@@ -356,38 +357,36 @@ class Resume(Part):
         """The point that a checkpoint saved now is set back to. It is this moment, if training can resume here."""
         return self._now() if self._point is None else self._point
 
-    def set_back(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint set back to a point at which training can resume."""
-        point, trainer = self._point_of_save(), self._trainer
-        batches = _trained(trainer) - point.trained
-        return {**checkpoint, "loops": set_back(checkpoint["loops"], trainer, states_in(point.places), batches)}
+    def with_place(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
+        """The checkpoint with the training's place in this package's entries, set back to a point to resume from.
 
-    def gather(self, control: Collectives | None, can_resume: bool) -> dict[str, Any]:
-        """The entry of each rank's random numbers and loaders' places. Without ``control``, of this rank alone.
-
-        Collective in ``control``: some 10 KB from each rank to rank 0.
-
-        Args:
-            control: The collectives of all ranks.
-            can_resume: Whether training can resume from the checkpoint. Otherwise there are no places.
+        Collective in ``control``: some 10 KB from each rank to rank 0. Without it, the place is of this rank alone. A
+        checkpoint from which no training can resume is not changed.
         """
-        point = self._point_of_save()
-        if can_resume and point.within_epoch:
+        can_resume = can_be_resumed(checkpoint)
+        # The ranks agree on it, because a user's hook may have changed the checkpoint on some ranks only.
+        if not (can_resume if control is None else any_rank(can_resume, control)):
+            return checkpoint
+        point, trainer = self._point_of_save(), self._trainer
+        if point.within_epoch:
             self._warn_of_lost(point.places)
-        own = {"rng": point.rng, "loaders": point.places if can_resume else []}
         # Raises if a loader's state cannot be pickled and loaded, before rank 0 waits for it.
-        own = pickle.loads(pickle.dumps(own))
+        own = pickle.loads(pickle.dumps({"rng": point.rng, "loaders": point.places}))
         if control is not None:
             of_ranks = gather_object(own, control.group)
         else:
             # Without empty places for others, a training of several ranks would take this rank's rest for the whole.
             absent = {**own, "loaders": [None] * len(own["loaders"])}
             of_ranks = [own, *[absent] * (self._strategy.world_size - 1)]
-        return {
+        if not can_resume:
+            return checkpoint
+        resumes = {
             "ranks": of_ranks,
             "within_epoch": point.within_epoch,
             "validation_is_due": point.validation_is_due,
         }
+        loops = set_back(checkpoint["loops"], trainer, states_in(point.places), _trained(trainer) - point.trained)
+        return {**checkpoint, "loops": loops, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], RESUME: resumes}}
 
     def _warn_of_lost(self, places: Sequence[Place | None]) -> None:
         """Warns, once in a training, that a checkpoint within an epoch does not know the place of a loader."""
