@@ -17,8 +17,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 _SECONDS_BETWEEN_LOOKS = 0.01
 
 
-def connect_agent_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta | None) -> Store:
-    """Connects to the store of torchrun's agent, under a prefix that only the ranks of this start know.
+def join_over_agent_store(
+    address: str, port: int, rank: int, world_size: int, device: torch.device, backend: str, timeout: timedelta | None
+) -> None:
+    """Creates the default process group over the agent's store, under a prefix that only this start's ranks know.
 
     Collective: all ranks of this start must call it. It costs a few messages between each rank and the store.
 
@@ -27,43 +29,36 @@ def connect_agent_store(address: str, port: int, rank: int, world_size: int, tim
         port: Port on which the agent listens.
         rank: This rank.
         world_size: Number of ranks in this start.
-        timeout: How long to wait for other ranks. None for torch's default.
+        device: The rank's device. NCCL connects at once.
+        backend: The backend of the process group.
+        timeout: How long to wait for other ranks, and the timeout of the process group. None for torch's defaults.
 
     Raises:
         torch.distributed.DistStoreError: Other ranks, or the agent, did not answer in time.
     """
-    timeout = timeout or dist.default_pg_timeout
+    patience = timeout or dist.default_pg_timeout
     # Never the master: the agent serves this port, and a master here would fail to bind it.
-    store = TCPStore(address, port, is_master=False, timeout=timeout)
+    store = TCPStore(address, port, is_master=False, timeout=patience)
     # Fresh names. An answer to this rank's name was meant for this start.
-    own = f"parstrat/{uuid4().hex}"
+    prefix = f"parstrat/{uuid4().hex}"
     if rank == 0:
-        _hand_out(own, store, world_size, timeout)
-        return PrefixStore(own, store)
-    store.set(f"parstrat/asks/{rank}", own)
-    # `get` blocks until the answer.
-    prefix: str = store.get(own).decode()
-    # Rank 0 answers until it sees this, so that no rank can miss the answer.
-    store.set(f"{prefix}/received/{rank}", "")
-    return PrefixStore(prefix, store)
-
-
-def join_over_store(
-    store: Store, backend: str, rank: int, world_size: int, device: torch.device | None, timeout: timedelta | None
-) -> None:
-    """Creates the default process group over the store of :func:`connect_agent_store`. Collective.
-
-    Args:
-        store: The store.
-        backend: The backend of the process group.
-        rank: This rank.
-        world_size: Number of ranks in this start.
-        device: If it is given, NCCL connects at once.
-        timeout: The timeout of the process group. None for the backend's default.
-    """
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device, timeout=timeout)
+        _hand_out(prefix, store, world_size, patience)
+    else:
+        store.set(f"parstrat/asks/{rank}", prefix)
+        # `get` blocks until the answer.
+        prefix = store.get(prefix).decode()
+        # Rank 0 answers until it sees this, so that no rank can miss the answer.
+        store.set(f"{prefix}/received/{rank}", "")
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world_size,
+        # As Lightning does: NCCL then knows its device. And torch warns of NCCL groups that a process does not destroy.
+        device_id=None if device.type == "cpu" else device,
+        timeout=timeout,
+    )
     if backend == "nccl":
-        # As Lightning does: torch warns of NCCL groups that a process does not destroy.
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 

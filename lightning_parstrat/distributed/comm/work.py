@@ -180,50 +180,47 @@ class ExchangeThreads:
     """
 
     def __init__(self, name: str, most: int | None = None) -> None:
-        self._line = _Line(name, most, [])
-        # A SimpleQueue's `put` is reentrant: this may be called within a garbage collection.
-        weakref.finalize(self, _stop_first, self._line)
+        # The thread refers to its stage alone: a reference to this object would keep both alive for ever.
+        self._first = _Stage(name, 0, most)
+        weakref.finalize(self, self._first.put, None)
 
     def see_through(self, exchange: Exchange) -> None:
         """Takes the steps of an exchange that has begun."""
-        _pass_on(self._line, 0, exchange)
+        self._first.put(exchange)
 
 
-class _Line(NamedTuple):
-    """The state of the threads. A reference to the object above would keep both alive for ever."""
+class _Stage:
+    """One of the threads, and what waits for it."""
 
-    name: str
-    most: int | None
-    queues: "list[queue.SimpleQueue[Exchange | None]]"
+    def __init__(self, name: str, number: int, most: int | None) -> None:
+        self._name, self._number, self._most = name, number, most
+        # Its `put` is reentrant: a garbage collection may call it.
+        self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._has_thread = False
+        self._next: _Stage | None = None
 
+    def put(self, exchange: Exchange | None) -> None:
+        """Hands over an exchange, or ends the thread. Only one thread hands over."""
+        if exchange is not None and not self._has_thread:
+            self._has_thread = True
+            # A daemon: an exchange with a rank that has ended must not keep this process alive.
+            threading.Thread(target=self._run, name=f"{self._name} {self._number}", daemon=True).start()
+        self._queue.put(exchange)
 
-def _pass_on(line: _Line, number: int, exchange: Exchange) -> None:
-    if number == len(line.queues):
-        # Only the previous thread gets here.
-        line.queues.append(queue.SimpleQueue())
-        # A daemon: an exchange with a rank that has ended must not keep this process alive.
-        threading.Thread(target=_see_through, args=(line, number), name=f"{line.name} {number}", daemon=True).start()
-    line.queues[number].put(exchange)
-
-
-def _stop_first(line: _Line) -> None:
-    if line.queues:
-        line.queues[0].put(None)
-
-
-# Grad mode belongs to a thread, and a new one records gradients.
-@torch.no_grad()
-def _see_through(line: _Line, number: int) -> None:
-    while (exchange := line.queues[number].get()) is not None:
-        exchange.go_on()
-        while number + 1 == line.most and not exchange.has_ended:
+    # Grad mode belongs to a thread, and a new one records gradients.
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (exchange := self._queue.get()) is not None:
             exchange.go_on()
-        if not exchange.has_ended:
-            _pass_on(line, number + 1, exchange)
-        # While the thread waits for its next exchange, its variables must not keep the buffers of the last alive.
-        del exchange
-    if number + 1 < len(line.queues):
-        line.queues[number + 1].put(None)
+            while self._number + 1 == self._most and not exchange.has_ended:
+                exchange.go_on()
+            if not exchange.has_ended:
+                self._next = self._next or _Stage(self._name, self._number + 1, self._most)
+                self._next.put(exchange)
+            # While the thread waits for its next exchange, its variables must not keep the buffers of the last alive.
+            del exchange
+        if self._next is not None:
+            self._next.put(None)
 
 
 class Streams:

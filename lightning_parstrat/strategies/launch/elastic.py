@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agent_store import connect_agent_store, join_over_store
+from lightning_parstrat.distributed.comm.agent_store import join_over_agent_store
 from lightning_parstrat.distributed.comm.process_groups import is_initialized
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -61,12 +61,9 @@ def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | No
     starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
     if not starts_over or is_initialized():
         return
-    given = {} if timeout is None else {"timeout": timeout}
     rank, ranks = strategy.global_rank, strategy.world_size
-    store = connect_agent_store(environment.main_address, environment.main_port, rank, ranks, **given)
-    # The same as in Lightning's own call: NCCL then knows its device, and connects at once.
-    device = None if strategy.root_device.type == "cpu" else strategy.root_device
-    join_over_store(store, backend, rank, ranks, device, timeout)
+    address, port = environment.main_address, environment.main_port
+    join_over_agent_store(address, port, rank, ranks, strategy.root_device, backend, timeout)
 
 
 def adopt_started(strategy: DDPStrategy, started: StartedRanks) -> None:
