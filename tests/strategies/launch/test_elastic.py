@@ -86,6 +86,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_parstrat import TunedDDPStrategy
+
 START, RANK, LOCAL_RANK = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "LOCAL_RANK"))
 
 
@@ -125,7 +127,8 @@ if __name__ == "__main__":
         Path(strategy).mkdir(exist_ok=True)
         trainer = Trainer(
             accelerator="cpu",
-            strategy=strategy,
+            # One of them with the backend's own timeout.
+            strategy=TunedDDPStrategy(timeout=None) if strategy == "ddp_tuned" else strategy,
             devices=2,
             num_nodes=2,
             max_epochs=1,
