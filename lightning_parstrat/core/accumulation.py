@@ -46,47 +46,24 @@ class AccumulationWindow:
         return begins
 
 
-def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, partial_window: PartialWindow) -> float:
-    """The factor for the sum of the gradients of ``loss / accumulate``, if all micro-batches weigh the same.
+def gradient_scale(*, accumulate: int, micro_batches: int, total: float, partial_window: PartialWindow) -> float:
+    """The factor for the sum, over ranks and micro-batches, of the gradients of ``loss * weight / accumulate``.
 
     Args:
         accumulate: K, how many micro-batches a full window has.
         micro_batches: k, how many this window has on each rank.
-        world_size: N, the number of ranks summed over.
-        partial_window: ``"exact"`` gives the mean over the k micro-batches, ``"lightning"`` divides by K.
+        total: The sum of all weights of all micro-batches on all ranks, at least 0. Without weights, each counts 1.
+        partial_window: ``"exact"`` gives the mean over the k micro-batches. ``"lightning"`` makes the step of a short
+            window smaller by k / K, as stock Lightning does.
 
     Returns:
-        K / (k N), which is exactly 1 / N for a full window. With ``"lightning"``, 1 / N.
-    """
-    counted = accumulate if partial_window == "lightning" else micro_batches
-    return accumulate / (counted * world_size)
-
-
-def weighted_gradient_scale(
-    *, total_weight: float, reference: float, accumulate: int, micro_batches: int, partial_window: PartialWindow
-) -> float:
-    """The factor for the sum of the gradients of ``loss * weight / (reference * accumulate)``.
-
-    With equal weights the result is that of :func:`gradient_scale`, for either ``partial_window``.
-
-    Args:
-        total_weight: The sum of all weights of all micro-batches on all ranks, at least 0.
-        reference: See :func:`reference_weight`.
-        accumulate: K, how many micro-batches a full window has.
-        micro_batches: k, how many this window has.
-        partial_window: ``"lightning"`` makes the step of a short window smaller by k / K, as stock Lightning does.
-
-    Returns:
-        The scale. If the sum of weights is 0, the scale is 0.
+        K / total, which without weights is exactly 1 / N for a full window on N ranks. With ``"lightning"``, k / total.
     """
     # A batch may be all padding. Its gradients are 0, and 0 / 0 would make them NaN.
-    if total_weight == 0:
+    if total == 0:
         return 0.0
-    # The reverse of `gradient_scale`: the weights already hold the window's true size. Only the division by K is
-    # undone.
     counted = micro_batches if partial_window == "lightning" else accumulate
-    # The quotient first: `counted * reference` may overflow.
-    return counted * (reference / total_weight)
+    return counted / total
 
 
 def reference_weight(mean_weight: float) -> float:

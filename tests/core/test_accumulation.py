@@ -10,7 +10,6 @@ from lightning_parstrat.core.accumulation import (
     PartialWindow,
     gradient_scale,
     reference_weight,
-    weighted_gradient_scale,
 )
 
 partial_windows: st.SearchStrategy[PartialWindow] = st.sampled_from(["exact", "lightning"])
@@ -56,7 +55,7 @@ def test_the_scaled_sum_is_the_mean_over_ranks_and_micro_batches(
     accumulate = micro_batches + missing
     gradients = random_gradients(ranks, micro_batches, seed)
     scale = gradient_scale(
-        accumulate=accumulate, micro_batches=micro_batches, world_size=ranks, partial_window=partial_window
+        accumulate=accumulate, micro_batches=micro_batches, total=ranks * micro_batches, partial_window=partial_window
     )
     # Stock Lightning: each micro-batch over K, whatever their number, and the mean over ranks.
     stock = gradients.sum((0, 1)) / (accumulate * ranks)
@@ -72,11 +71,10 @@ def weighted_mean(
     """What is done to gradients of a window, in their dtype: scaled losses, the sum, the scale."""
     factors = weights / reference
     summed = (gradients * factors[..., None].to(gradients.dtype) / accumulate).sum((0, 1))
-    return summed * weighted_gradient_scale(
-        total_weight=float(weights.sum()),
-        reference=reference,
+    return summed * gradient_scale(
         accumulate=accumulate,
         micro_batches=weights.shape[1],
+        total=float(weights.sum()) / reference,
         partial_window=partial_window,
     )
 

@@ -42,8 +42,8 @@ distributed/gradients/clipping.py: a maximum norm passes over NaN
 distributed/gradients/test_norms.py
 
 core/accumulation.py: a short window is divided by the full length
-- counted = accumulate if partial_window == "lightning" else micro_batches
-+ counted = accumulate
+- counted = micro_batches if partial_window == "lightning" else accumulate
++ counted = micro_batches
 core/test_accumulation.py
 
 distributed/engine/reducer.py: an exposed gradient is added to itself

@@ -6,7 +6,7 @@ total is in the step's control message.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 
 class InconsistentWeightsError(ValueError):
     """A ``loss_weight`` is missing on some ranks or steps, or is no weight, or is 0 and its gradients are NaN."""
-
-
-class WindowWeight(NamedTuple):
-    """The total weight of a window over all ranks, and the reference by which its losses' weights were divided."""
-
-    weight: float
-    reference: float
 
 
 class LossWeights:
@@ -103,8 +96,8 @@ class LossWeights:
         for look in self._looks.values():
             look.end()
 
-    def total(self) -> WindowWeight:
-        """The sum of the window's weights over all ranks. The next window's reference follows it.
+    def total(self) -> float:
+        """The sum of the window's weights over all ranks, divided by the reference. The next reference follows it.
 
         Call it when the window's control message has been launched. If none was launched since the last weight, because
         the window's last backward has sent nothing, it is collective.
@@ -115,7 +108,7 @@ class LossWeights:
         """
         summed = self._summed()
         self._check(summed)
-        total = WindowWeight(summed.weight, self.reference)
+        total = summed.weight / self.reference
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / summed.given)
         return total

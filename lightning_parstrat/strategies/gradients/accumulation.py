@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale, weighted_gradient_scale
+from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale
 from lightning_parstrat.core.policy import GradientPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.engine.reducer import GradientScale
@@ -198,25 +198,17 @@ class Accumulation(Part):
 
     def _scale_of_window(self) -> float:
         """The factor from the sum over ranks to the window's mean. Collective if losses have weights."""
-        accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._world_size
+        accumulate = self._strategy.lightning_module.trainer.accumulate_grad_batches
+        weights = self._weights if self._weights is not None and self._weights.used else None
         # All ranks draw equally many batches, and count alike.
         micro_batches = self._window.micro_batches
-        if self._weights is not None and self._weights.used:
-            total = self._weights.total()
-            return weighted_gradient_scale(
-                total_weight=total.weight,
-                reference=total.reference,
-                accumulate=accumulate,
-                micro_batches=micro_batches,
-                partial_window=self._policy.partial_window,
-            )
         scale = gradient_scale(
             accumulate=accumulate,
             micro_batches=micro_batches,
-            world_size=number,
+            total=micro_batches * self._world_size if weights is None else weights.total(),
             partial_window=self._policy.partial_window,
         )
-        if scale != 1.0 / number:
+        if weights is None and scale != 1.0 / self._world_size:
             self.say_once(
                 rank_zero_info,
                 f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"

@@ -15,7 +15,6 @@ from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.gradients.loss_weights import (
     InconsistentWeightsError,
     LossWeights,
-    WindowWeight,
     _HostCopy,
 )
 from tests.pool import RankPool
@@ -37,7 +36,7 @@ class Weighed:
     def sent(self) -> int:
         return self.messages.control.traffic.small_reductions
 
-    def total(self) -> WindowWeight:
+    def total(self) -> float:
         self.messages.launch()
         return self.weights.total()
 
