@@ -148,27 +148,6 @@ _IN_FLIGHT_ON_GPU = 4
 """Enough to keep the network busy: one bucket is sent, one waits for it, and two are being filled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaitPolicy:
-    """When a rank that waits for other ranks logs a warning.
-
-    Args:
-        stall_warning_seconds: Seconds without progress after which the rank warns, a positive number. None never warns.
-
-    Raises:
-        ValueError: A value is not allowed. The message contains the allowed ones.
-    """
-
-    stall_warning_seconds: float | None = 15.0
-
-    def __post_init__(self) -> None:
-        after = self.stall_warning_seconds
-        allowed = after is None or (is_number(after) and after > 0)
-        check(
-            self, "stall_warning_seconds", allowed, "a positive number of seconds, such as 15, or None for no warning"
-        )
-
-
 _DTYPE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -186,45 +165,8 @@ def _narrowed(dtype: torch.dtype, choice: CommDtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientPolicy:
-    """Which mean the gradient of a step is, how it is clipped, and what happens if it is not finite.
-
-    Args:
-        partial_window: How a window with fewer micro-batches than ``accumulate_grad_batches`` is scaled. ``"exact"``
-            gives the mean over its micro-batches, ``"lightning"`` gives less.
-        clip_scope: Which gradients the norm covers: those of the ``"optimizer"``, or those of all (``"global"``).
-        norm_type: p of the p-norm, a positive number. Infinity takes the maximum.
-        nonfinite_grads: ``"propagate"`` steps all the same, ``"skip"`` does not step, ``"raise"`` ends the training.
-
-    Raises:
-        ValueError: A value is not allowed. The message contains the allowed ones.
-    """
-
-    partial_window: PartialWindow = "exact"
-    clip_scope: ClipScope = "optimizer"
-    norm_type: float | Literal["inf"] = 2.0
-    nonfinite_grads: NonfiniteGradients = "propagate"
-
-    def __post_init__(self) -> None:
-        check_choices(self, partial_window=PartialWindow, clip_scope=ClipScope, nonfinite_grads=NonfiniteGradients)
-        p = self.norm_type
-        number = p in ("inf", math.inf) or (is_number(p) and float(p) > 0)
-        check(self, "norm_type", number, "a positive number, such as 2.0, or inf")
-
-    @property
-    def p(self) -> float:
-        """The norm's type as a number."""
-        return float(self.norm_type)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPolicy:
-    """The format of a checkpoint, and when it is written.
-
-    Args:
-        state_dict_type: ``"full"`` is one file that every strategy reads. ``"sharded"`` is a folder that all ranks
-            write.
-        async_save: Whether training continues while a sharded checkpoint is being written.
+class CommonPolicy:
+    """What all strategies take. Their base class ``ComposedStrategy`` documents these arguments.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.
@@ -232,12 +174,30 @@ class CheckpointPolicy:
 
     state_dict_type: CheckpointFormat = "full"
     async_save: bool = False
+    exact_evaluation: bool = False
+    partial_window: PartialWindow = "exact"
+    clip_scope: ClipScope = "optimizer"
+    norm_type: float | Literal["inf"] = 2.0
+    nonfinite_grads: NonfiniteGradients = "propagate"
+    stall_warning_seconds: float | None = 15.0
 
     def __post_init__(self) -> None:
-        check_choices(self, state_dict_type=CheckpointFormat)
-        check_flags(self, "async_save")
+        check_choices(self, state_dict_type=CheckpointFormat, partial_window=PartialWindow, clip_scope=ClipScope)
+        check_choices(self, nonfinite_grads=NonfiniteGradients)
+        check_flags(self, "async_save", "exact_evaluation")
+        p, after = self.norm_type, self.stall_warning_seconds
+        number = p in ("inf", math.inf) or (is_number(p) and float(p) > 0)
+        check(self, "norm_type", number, "a positive number, such as 2.0, or inf")
+        allowed = after is None or (is_number(after) and after > 0)
+        must_be = "a positive number of seconds, such as 15, or None for no warning"
+        check(self, "stall_warning_seconds", allowed, must_be)
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
                 "async_save=True needs state_dict_type='sharded': a full checkpoint is gathered on one rank, for"
                 " which all have to wait. Set that, too."
             )
+
+    @property
+    def p(self) -> float:
+        """The norm's type as a number."""
+        return float(self.norm_type)

@@ -21,13 +21,7 @@ from typing_extensions import override
 from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.core.accumulation import PartialWindow
 from lightning_parstrat.core.argument_names import arguments_of
-from lightning_parstrat.core.policy import (
-    CheckpointFormat,
-    CheckpointPolicy,
-    ClipScope,
-    GradientPolicy,
-    NonfiniteGradients,
-)
+from lightning_parstrat.core.policy import CheckpointFormat, ClipScope, CommonPolicy, NonfiniteGradients
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
@@ -103,20 +97,24 @@ class ComposedStrategy(DDPStrategy):
         stall_warning_seconds: float | None = 15.0,
         **kwargs: Any,
     ) -> None:
-        saving = CheckpointPolicy(state_dict_type=state_dict_type, async_save=async_save)
-        gradients = GradientPolicy(
-            partial_window=partial_window, clip_scope=clip_scope, norm_type=norm_type, nonfinite_grads=nonfinite_grads
+        policy = CommonPolicy(
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            exact_evaluation=exact_evaluation,
+            partial_window=partial_window,
+            clip_scope=clip_scope,
+            norm_type=norm_type,
+            nonfinite_grads=nonfinite_grads,
+            stall_warning_seconds=stall_warning_seconds,
         )
-        if not isinstance(exact_evaluation, bool):
-            raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
         super().__init__(**kwargs)
         hooks = GradientHooks(self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step)
-        self._ranks = Ranks(self, self.flag, self._timeout, stall_warning_seconds, self._module_called)
+        self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
-            self, self._ranks, saving, self._make_training_state(), self._resume, self._entries
+            self, self._ranks, policy, self._make_training_state(), self._resume, self._entries
         )
-        self._accumulation = Accumulation(self, self._ranks, gradients, hooks)
+        self._accumulation = Accumulation(self, self._ranks, policy, hooks)
         self._fit_report = Report(self, self.flag, self._traffic)
         self._parts: list[Part] = [
             self._ranks,

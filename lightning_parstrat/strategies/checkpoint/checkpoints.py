@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import CheckpointPolicy
+from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.folder import (
     OF_ANOTHER_JOB,
@@ -77,7 +77,7 @@ class Checkpoints(Part):
         self,
         strategy: DDPStrategy,
         ranks: Ranks,
-        policy: CheckpointPolicy,
+        policy: CommonPolicy,
         state: TrainingState,
         resume: Resume,
         entries: Callable[[], dict[str, Any]],

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale
-from lightning_parstrat.core.policy import GradientPolicy
+from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
@@ -62,7 +62,7 @@ class Accumulation(Part):
 
     _of_one_training = frozenset({"_clipper", "_loss_hook", "_restore_precision", "_weights", "scale"})
 
-    def __init__(self, strategy: DDPStrategy, ranks: Ranks, policy: GradientPolicy, hooks: GradientHooks) -> None:
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, policy: CommonPolicy, hooks: GradientHooks) -> None:
         super().__init__(strategy)
         self._ranks, self._policy, self._hooks = ranks, policy, hooks
         self.accumulates = False

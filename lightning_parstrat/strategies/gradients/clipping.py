@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.policy import GradientPolicy
+from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.clipping import (
@@ -58,7 +58,7 @@ class GradientClipper:
 
     def __init__(
         self,
-        policy: GradientPolicy,
+        policy: CommonPolicy,
         control: Collectives,
         optimizers: Callable[[], list[Optimizer]],
         is_weightless: Callable[[], bool],

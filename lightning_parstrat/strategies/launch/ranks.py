@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import WaitPolicy
+from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -56,7 +56,7 @@ class Ranks(Part):
         strategy: The strategy that it is a part of.
         flag: The strategy's name. Messages begin with it.
         timeout: How long a collective may take. None leaves the backend's default.
-        stall_warning_seconds: After so many seconds without progress a rank logs which ranks it waits for. None: never.
+        policy: Says after how many seconds without progress a rank logs which ranks it waits for.
         module_called: Returns the submodule that is being called, for logs of other ranks. Empty if it is not known.
     """
 
@@ -67,13 +67,13 @@ class Ranks(Part):
         strategy: DDPStrategy,
         flag: str,
         timeout: timedelta | None,
-        stall_warning_seconds: float | None,
+        policy: CommonPolicy,
         module_called: Callable[[], str],
     ) -> None:
         super().__init__(strategy)
         self.flag = flag
         self._timeout = timeout
-        self._policy = WaitPolicy(stall_warning_seconds=stall_warning_seconds)
+        self._policy = policy
         self._module_called = module_called
         self._known_liveness: Liveness | None = None
         self._known_messages: ControlMessages | None = None
