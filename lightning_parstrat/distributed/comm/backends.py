@@ -1,4 +1,4 @@
-"""Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none.
+"""Which collectives suit a process group and a device: torch's own, or chunks that the ranks exchange.
 
 torch's own are for GPUs. Those between CPUs are in ``collectives.py``.
 """
@@ -48,9 +48,7 @@ def make_collectives(
         ValueError: The group sends from host memory, and the tensors are not there.
     """
     groups = shard_groups or ShardGroups.of_all(dist.get_world_size(group))
-    if groups.world_size == 1:
-        return LocalCollectives(group)
-    if device.type != "cpu":
+    if device.type != "cpu" and groups.world_size > 1:
         if dist.get_backend(group) == "gloo":
             raise ValueError(
                 "process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on"
@@ -61,20 +59,6 @@ def make_collectives(
     if groups.copies == 1 and topology is not None and topology.has_two_levels:
         return TwoLevelCollectives(group, topology)
     return PairwiseCollectives(group, groups)
-
-
-class LocalCollectives(Collectives):
-    """World size 1: nothing to send."""
-
-    @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        # The shard's dtype may be wider.
-        shard.copy_(buffer)
-        return DONE
-
-    @override
-    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        return DONE
 
 
 class NativeCollectives(Collectives):

@@ -345,6 +345,10 @@ class PairwiseCollectives(Collectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        if self.world_size == 1:
+            # The shard's dtype may be wider.
+            shard.copy_(buffer)
+            return DONE
         is_even, tags = isinstance(bounds, range), count(Tag.EXCHANGE)
         # If even, this very generator: a generator around it would keep the buffer for longer.
         steps = self._sum_evenly if is_even else self._sum_for_owners
@@ -356,6 +360,8 @@ class PairwiseCollectives(Collectives):
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        if self.shard_count == 1:
+            return DONE
         exchange = Exchange(self._gather(buffer, bounds), self._threads)
         if self._has_several_steps or not isinstance(bounds, range):
             exchange.hand_over()

@@ -20,7 +20,7 @@ from lightning_parstrat.core.layout import even_bounds
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm import backends
-from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives
+from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from lightning_parstrat.distributed.comm.collectives import (
     Collectives,
     PairwiseCollectives,
@@ -69,7 +69,7 @@ class Carrier(NamedTuple):
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether sums are made in the order of the ranks, to the last bit, for any bounds."""
-        return self.kind in (LocalCollectives, PairwiseCollectives) and self.groups.copies == 1
+        return self.kind is PairwiseCollectives and self.groups.copies == 1
 
     def make(self, group: dist.ProcessGroup) -> Collectives:
         if self.is_native:
@@ -83,7 +83,7 @@ class Carrier(NamedTuple):
 GROUPED: list[tuple[str, Any]] = [("aaaa", 2), ("abab", 1), ("abba", "node"), ("aaabbb", 2), ("ababab", "node")]
 
 CARRIERS = {
-    "one rank": Carrier(LocalCollectives, "a"),
+    "one rank": Carrier(PairwiseCollectives, "a"),
     "pairs of 2": Carrier(PairwiseCollectives, "ab"),
     "pairs of 3": Carrier(PairwiseCollectives, "aaa"),
     "pairs of 4": Carrier(PairwiseCollectives, "aaaa"),
