@@ -103,8 +103,8 @@ class Two(zoo.StepsByHand, zoo.MLP):
 COUNT = r"[\d.]+K? parameters on 2 ranks; "
 STATE = COUNT + r"optimizer state sharded: [\d.]+ kB each instead of [\d.]+ kB"
 NOT_SHARDED = (
-    r"GloballyScaled is not sharded, as the step of one parameter depends on others: every rank keeps all of its"
-    r" state, as under `ddp`\. Optimizers that step each parameter by its own gradient are sharded, such as"
+    r"GloballyScaled is not sharded, as the step of a part of the parameters depends on others: every rank keeps all of"
+    r" its state, as under `ddp`\. Optimizers that step each parameter by its own gradient are sharded, such as"
     r" torch\.optim\.AdamW\."
 )
 

@@ -37,6 +37,7 @@ from lightning_parstrat.distributed.torch_compat import (
 )
 
 _AGAIN = "evaluates the closure again within a step, on all parameters"
+_FAILED = "trying it on a copy failed"
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
@@ -59,7 +60,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
     """How to shard ``optimizer``, if it can be.
 
     ``"auto"`` cuts parameters only for torch's element-wise optimizers. Any other optimizer keeps them uncut on one
-    rank, and is tried out first (see :func:`steps_parameters_alone`). Not collective.
+    rank, and is tried out first (see :func:`reason_against_parts`). Not collective.
 
     Args:
         optimizer: Not sharded yet.
@@ -82,10 +83,11 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
             " element by itself, as AdamW does. Cut into shards, it might train differently. Use partition='auto' or"
             " 'parameter'."
         )
-    try:
-        return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
-    except ClosureEvaluatedAgainError:
-        return ShardingDecision(None, f"it {_AGAIN}")
+    reason = reason_against_parts(optimizer) if choice == "auto" else ""
+    if reason.startswith(_FAILED):
+        # An optimizer that moves nothing may use a gradient in the middle of a step: a promise would train it wrong.
+        reason += ", and partition='parameter' was not set"
+    return ShardingDecision(None if reason else "parameter", reason)
 
 
 def _obstacle(optimizer: Optimizer) -> str:
@@ -129,18 +131,6 @@ def immovable_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
     return parameters & (ignored_tensors | unmovable | sharing)
 
 
-def _try_out(optimizer: Optimizer) -> ShardingDecision:
-    alike, error = steps_parameters_alone(optimizer)
-    if alike:
-        return ShardingDecision("parameter")
-    if alike is not None:
-        return ShardingDecision(None, "the step of one parameter depends on others")
-    if not error:
-        # An optimizer that uses a gradient in the middle of a step does that: a promise would train it wrong.
-        return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy")
-    return ShardingDecision(None, f"trying it on a copy failed ({error}), and partition='parameter' was not set")
-
-
 def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
     """The tensors of ``tensors`` whose memory overlaps that of another one among them."""
     distinct = [tensor for tensor in dict.fromkeys(tensors) if _has_memory(tensor)]
@@ -165,15 +155,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
-class Trial(NamedTuple):
-    """Whether a part moves as in the whole. If that is unknown, by ``error`` or because nothing moved, None."""
-
-    alike: bool | None
-    error: str = ""
-
-
-def steps_parameters_alone(optimizer: Optimizer) -> Trial:
-    """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whatever else is stepped.
+def reason_against_parts(optimizer: Optimizer) -> str:
+    """Why a step may not move each parameter by its own gradient and state, whatever else is stepped.
 
     The optimizer and its parameters are not changed. Not collective. It takes milliseconds: at most 16 parameters per
     group, none with a dimension beyond 8, eight steps of each copy.
@@ -182,17 +165,14 @@ def steps_parameters_alone(optimizer: Optimizer) -> Trial:
         optimizer: Any optimizer with the class its user gave it.
 
     Returns:
-        Unknown for an optimizer that cannot be copied, or does not step such small parameters.
-
-    Raises:
-        ClosureEvaluatedAgainError: The optimizer evaluates its closure more than once per step.
+        The reason. Empty if each parameter can be stepped alone. An optimizer that cannot be copied, or does not step
+        such small parameters, has a reason.
     """
-    first = _try(optimizer, remainder=0)
-    return _try(optimizer, remainder=1) if first.alike else first
+    return _try(optimizer, remainder=0) or _try(optimizer, remainder=1)
 
 
-def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> Trial:
-    """Whether a step moves parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
+def reason_against_rows(optimizer: Optimizer, mesh: DeviceMesh) -> str:
+    """Why a step may not move parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
 
     The optimizer may evaluate its closure several times.
 
@@ -203,7 +183,7 @@ def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> Trial:
     return _try(optimizer, mesh=mesh)
 
 
-def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | None = None) -> Trial:
+def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | None = None) -> str:
     with warnings.catch_warnings(), _random_numbers_kept(optimizer):
         warnings.simplefilter("ignore")
         try:
@@ -219,13 +199,14 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             _step(whole, 1, mesh)
             _step(part, 1, mesh)
         except ClosureEvaluatedAgainError:
-            raise
+            return f"it {_AGAIN}"
         except Exception as error:
             # An optimizer may raise any error if it does not expect such parameters, or cannot be copied.
-            return Trial(None, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR])
+            shown = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
+            return f"{_FAILED} ({shown})"
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
-        return Trial(None)
-    return Trial(alike and _moved_alike(watched, starts))
+        return "its `step` moved nothing when it was tried on a copy"
+    return "" if alike and _moved_alike(watched, starts) else "the step of a part of the parameters depends on others"
 
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:

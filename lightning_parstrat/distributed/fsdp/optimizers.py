@@ -11,13 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.shardability import steps_shards_as_whole
+from lightning_parstrat.distributed.engine.shardability import reason_against_rows
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
     needs_closure,
@@ -58,8 +57,9 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
         if type(optimizer) in STEPPED_WHOLE:
             _replace_step(optimizer, _step)
             continue
-        reason = _reason_against(optimizer, mesh)
-        if any_rank(reason is not None, control):
+        needs = "its `step` needs a closure, and looks at all parameters as one vector"
+        reason = needs if needs_closure(optimizer) else reason_against_rows(optimizer, mesh)
+        if any_rank(bool(reason), control):
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step sharded parameters: {reason or 'it failed on another rank'}."
                 " Use one that moves each element by itself, such as torch.optim.AdamW, or strategy='zero1_custom',"
@@ -71,17 +71,6 @@ def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     if getattr(vars(optimizer).get("step"), "__func__", None) is not step:
         optimizer.register_step_pre_hook(refuse_step_of_class)
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
-
-
-def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
-    if needs_closure(optimizer):
-        return "its `step` needs a closure, and looks at all parameters as one vector"
-    alike, error = steps_shards_as_whole(optimizer, mesh)
-    if alike:
-        return None
-    if alike is not None:
-        return "on small ones it went otherwise than with whole parameters"
-    return f"trying it on small ones failed ({error})" if error else "its `step` moved nothing when it was tried"
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:
