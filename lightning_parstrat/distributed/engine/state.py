@@ -167,32 +167,26 @@ def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], 
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
+def check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Raises an error for state of other parameters, if the shapes differ. Not collective.
 
     Args:
-        optimizer: Sharded or not.
+        optimizer: Sharded or not. If it is not element-wise, its state may have any shapes.
         state_dict: The state to load, in torch's own format. Tensors may be on the meta device.
-        names: The names of the parameters.
 
     Raises:
-        ValueError: A tensor has another shape than its parameter, in the state of an element-wise optimizer.
+        ValueError: A tensor has another shape than its parameter.
     """
-    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
-        return
     identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
-    parameters = grouped_parameters(optimizer)
-    if len(identifiers) != len(parameters):
-        # Loading raises an error for that.
-        return
-    for identifier, parameter in zip(identifiers, parameters, strict=True):
-        for key, value in state_dict["state"].get(identifier, {}).items():
+    is_elementwise = type(optimizer) in ELEMENTWISE_OPTIMIZERS
+    # If their numbers differ, loading raises an error.
+    for identifier, parameter in zip(identifiers, grouped_parameters(optimizer), strict=False):
+        for key, value in state_dict["state"].get(identifier, {}).items() if is_elementwise else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
                 raise ValueError(
-                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
-                    f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}. The parameters"
-                    f" that `configure_optimizers` gives {type(optimizer).__name__} must be those, in the"
-                    " order, of when it was saved."
+                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for a parameter of shape"
+                    f" {tuple(parameter.shape)}. `configure_optimizers` must give {type(optimizer).__name__} the same"
+                    " parameters, in the same order, as when it was saved."
                 )
 
 
