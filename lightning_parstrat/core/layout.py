@@ -168,11 +168,6 @@ class BucketLayout(NamedTuple):
             return None
         return ShardSlice(slot.parameter, first - slot.offset, first - start, last - first)
 
-    def shard_slices(self, rank: int) -> tuple[ShardSlice, ...]:
-        """The slices that ``rank`` owns, in the order of the slots. Parameters without a slice are left out."""
-        slices = (self.slice_of(slot, rank) for slot in self.slots)
-        return tuple(shard_slice for shard_slice in slices if shard_slice is not None)
-
 
 def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> tuple[BucketLayout, ...]:
     """Assigns every parameter a slot in a bucket, and so every element an owner.
@@ -281,13 +276,3 @@ def _keep_uncut(
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:
-    """Bytes of parameters whose optimizer state ``rank`` holds. Padding has no state."""
-    return sum(owned.numel * bucket.itemsize for bucket in buckets for owned in bucket.shard_slices(rank))
-
-
-def parameter_bytes(buckets: Sequence[BucketLayout]) -> int:
-    """Bytes of all parameters in the plan, without padding."""
-    return sum(slot.numel * bucket.itemsize for bucket in buckets for slot in bucket.slots)

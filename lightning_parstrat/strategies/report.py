@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.layout import owned_bytes, parameter_bytes
 from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
@@ -51,7 +51,10 @@ class Sharded(NamedTuple):
     leaves_out_state: bool = False
 
 
-class _Step(NamedTuple):
+class _Moment(NamedTuple):
+    """The begin of a step. Seconds and bytes are counted from any time on."""
+
+    global_step: int
     seconds: float
     waited_seconds: float
     bytes_sent: int
@@ -75,9 +78,7 @@ class Report(Part):
         self._begin()
 
     def _begin(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=_STEPS_KEPT)
-        self._noted = 0
-        self._last: tuple[int, float, float, int] | None = None
+        self._moments: deque[_Moment] = deque(maxlen=_STEPS_KEPT)
 
     def say(self, line: str, warns: bool = False) -> None:
         """Logs a line, unless it has been logged. A tuner's short training would log the same lines before."""
@@ -94,23 +95,18 @@ class Report(Part):
         """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
         global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
-        if self._last is not None and self._last[0] == global_step:
-            return
-        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
-        now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
-        if self._last is not None:
-            self._noted += 1
-            if self._noted > _STEPS_THAT_SETTLE:
-                self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
-        self._last = now
+        if not self._moments or self._moments[-1].global_step != global_step:
+            sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
+            self._moments.append(_Moment(global_step, time.perf_counter(), traffic.waited_seconds, sent))
 
     @override
     def on_train_end(self) -> None:
         """Logs medians over the last steps, without the first few. Nothing after a short training."""
         self.note_step()
-        if len(self._steps) >= _FEWEST_STEPS:
+        moments = list(self._moments)[_STEPS_THAT_SETTLE:]
+        if len(moments) > _FEWEST_STEPS:
             seen = self._traffic() is not None and self._strategy.world_size > 1
-            line = line_of_steps(self._steps, self._strategy.world_size, self._strategy.root_device, seen)
+            line = line_of_steps(moments, self._strategy.world_size, self._strategy.root_device, seen)
             rank_zero_info(f"{self._flag}: {line}")
 
     @override
@@ -119,26 +115,28 @@ class Report(Part):
         self._said.clear()
 
 
-def line_of_steps(steps: Sequence[_Step], ranks: int, device: torch.device, seen: bool) -> str:
+def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, seen: bool) -> str:
     """The medians of steps: time, the share of waiting with the speed-up that follows, bytes, and the peak memory.
 
     Computing takes the part of a step in which this rank does not wait for others. One device would take that long for
     each rank's share of the step, so N ranks are N times that part faster.
 
     Args:
-        steps: The steps.
+        moments: The begin of each step, and the end of the last.
         ranks: The number of ranks.
         device: The device of the training.
         seen: Whether the host can see the communication.
     """
-    seconds = statistics.median(step.seconds for step in steps)
+    steps = list(pairwise(moments))
+    seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
     line = f"{_duration(seconds)} per step"
     # On a GPU the streams wait, not the host. Timing them would need synchronization.
     if seen and device.type != "cuda":
-        waiting = statistics.median(step.waited_seconds for step in steps) / seconds
+        waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
         line = f"{line}, {waiting:.0%} waiting ({ranks * (1 - waiting):.2g} times one device)"
     if seen:
-        line = f"{line}; {amount(statistics.median(step.bytes_sent for step in steps))} sent per rank"
+        sent = statistics.median(after.bytes_sent - before.bytes_sent for before, after in steps)
+        line = f"{line}; {amount(sent)} sent per rank"
     if device.type == "cuda":
         return f"{line}; peak GPU memory {amount(torch.cuda.max_memory_allocated(device))}"
     # Linux counts it in KiB.
@@ -176,24 +174,25 @@ def sharded_by(engine: ShardedDataParallel) -> str:
         return ""
     collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
     own, whole, leaves_out_state = 0.0, 0.0, False
+    slots = list(engine.slots.values())
+    owned = {slot: 0 if slot.shard is None else slot.shard.numel() for slot in slots}
     for sharding in engine.shardings.values():
         ratio = state_bytes_per_parameter_byte(sharding.optimizer)
         leaves_out_state |= ratio is None
-        for bucket in sharding.buckets:
+        for slot in sharding.slots.values():
             # An optimizer keeps its state in the dtype that it steps.
-            layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
-            whole += (ratio or 0.0) * parameter_bytes(layouts)
-            own += (ratio or 0.0) * owned_bytes(layouts, place.shard)
+            of_element = (ratio or 0.0) * slot.bucket.shard_dtype.itemsize
+            whole += of_element * slot.place.numel
+            own += of_element * owned[slot]
     what = [] if leaves_out_state and engine.reducer.shards_accumulation else ["optimizer state"]
     if engine.reducer.shards_accumulation:
         what.insert(0, "gradients")
-        whole += parameter_bytes([bucket.layout for bucket in engine.buckets])
-        summed = [bucket.layout._replace(itemsize=bucket.sum_dtype.itemsize) for bucket in engine.buckets]
-        own += owned_bytes(summed, place.shard)
+        whole += sum(slot.parameter.nbytes for slot in slots)
+        own += sum(slot.bucket.sum_dtype.itemsize * owned[slot] for slot in slots)
     if any(bucket.master is not None for bucket in engine.buckets):
         what.append("masters")
         own += sum(bucket.master.nbytes for bucket in engine.buckets if bucket.master is not None)
-    parameters = sum(slot.place.numel for slot in engine.slots.values())
+    parameters = sum(slot.place.numel for slot in slots)
     sharded = Sharded(", ".join(what), own, whole, leaves_out_state)
     return line_of_sharding(parameters, collectives.world_size, sharded, place.copies)
 
