@@ -108,14 +108,16 @@ class ComposedStrategy(DDPStrategy):
             stall_warning_seconds=stall_warning_seconds,
         )
         super().__init__(**kwargs)
-        hooks = GradientHooks(self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step)
+        self._fit_report = Report(self, self.flag, self._traffic)
+        hooks = GradientHooks(
+            self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step, self._fit_report.say
+        )
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
             self, self._ranks, policy, self._make_training_state(), self._resume, self._entries
         )
         self._accumulation = Accumulation(self, self._ranks, policy, hooks)
-        self._fit_report = Report(self, self.flag, self._traffic)
         self._parts: list[Part] = [
             self._ranks,
             self._resume,

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -256,10 +256,9 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                 yield
                 return
             if self._kept_whole_for:
-                self._accumulation.say_once(
-                    rank_zero_info,
+                self._fit_report.say(
                     f"between micro-batches every rank keeps its whole gradients, as zero1_custom does:"
-                    f" {named(self._kept_whole_for)} may read or change them.",
+                    f" {named(self._kept_whole_for)} may read or change them."
                 )
             with self._engine.reducer.no_sync():
                 yield

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,19 +35,21 @@ LOSS_WEIGHT = "loss_weight"
 
 
 class GradientHooks(NamedTuple):
-    """A strategy's functions for gradients, which its accumulation calls.
+    """A strategy's functions, which its accumulation calls.
 
     Attributes:
         leaves: Returns the tensors that a backward computes gradients for. Usually these are all parameters.
         end_backward: Called once after every backward, with whether its gradients are those of a whole window.
         reduce_local: Sends the gradients in ``param.grad`` that no backward has sent.
         before_step: Called between the closure and the optimizer's step.
+        say: Logs a line once, with whether it is a warning.
     """
 
     leaves: Callable[[], Iterable[Tensor]]
     end_backward: Callable[[bool], None]
     reduce_local: Callable[[], None]
     before_step: Callable[[], None]
+    say: Callable[[str, bool], None]
 
 
 class Accumulation(Part):
@@ -70,8 +72,6 @@ class Accumulation(Part):
         self.scale: GradientScale | None = None
         """The factor from the sum over ranks to the window's mean, once its last backward has begun. Collective."""
         self.backward_has_ended = True
-        self.said: set[str] = set()
-        """The messages that this training has logged."""
         self._window = AccumulationWindow()
         self._weights: LossWeights | None = None
         self._clipper: GradientClipper | None = None
@@ -107,7 +107,6 @@ class Accumulation(Part):
         self._world_size = self._ranks.world_size
         self._window, self._weights = AccumulationWindow(), LossWeights(self._ranks.messages)
         self.scale, self._skipped_steps = None, 0
-        self.said.clear()
         strategy = self._strategy
         self._clipper = GradientClipper(
             self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
@@ -131,10 +130,10 @@ class Accumulation(Part):
         """Keeps the weight that a training step returns for its loss."""
         self._loss_weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
         if self._loss_weight is not None and not self._module.automatic_optimization:
-            self.say_once(
-                rank_zero_warn,
+            self._hooks.say(
                 "`loss_weight` has no effect in manual optimization: `training_step` returns after its backward:"
                 " multiply the loss by it.",
+                True,
             )
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -156,10 +155,10 @@ class Accumulation(Part):
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.leaves)
         if self._weights.used:
-            self.say_once(
-                rank_zero_info,
+            self._hooks.say(
                 "`training_step` returns a `loss_weight`: gradients are the mean over all micro-batches and ranks, each"
                 " weighed by it.",
+                False,
             )
         if not self.accumulates:
             self.scale = functools.cache(self._scale_of_window)
@@ -209,11 +208,11 @@ class Accumulation(Part):
             partial_window=self._policy.partial_window,
         )
         if weights is None and scale != 1.0 / self._world_size:
-            self.say_once(
-                rank_zero_info,
+            self._hooks.say(
                 f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"
                 f" its gradients are the mean over those it has. Stock Lightning divides by {accumulate}, as"
                 " partial_window='lightning' does.",
+                False,
             )
         return scale
 
@@ -297,12 +296,6 @@ class Accumulation(Part):
         if self._weights is not None:
             self._weights.end_backward()
             self._weights = None
-
-    def say_once(self, say: Callable[[str], None], message: str) -> None:
-        """Logs a message, unless this training has logged it before."""
-        if message not in self.said:
-            self.said.add(message)
-            say(f"{self._ranks.flag}: {message}")
 
 
 def _weighed(factor: float | Tensor, gradient: Tensor) -> Tensor:
