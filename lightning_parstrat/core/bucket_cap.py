@@ -33,21 +33,10 @@ def default_bucket_cap(model_bytes: int, ranks: int, device_type: str = "cpu", c
         Bytes: the power of two up to that root. The least is 8 MiB, or 64 MiB on GPUs. The most is 512 MiB. Above the
         least, the cap is at most half of the model. So two buckets take no more memory than gradients do under DDP.
     """
-    best = math.sqrt(model_bytes * bytes_in_latency(ranks, device_type, copies))
-    smallest = _SMALLEST_CAP if device_type == "cpu" else _SMALLEST_CAP_OF_GPUS
-    bounded = max(int(min(best, model_bytes / 2, _LARGEST_CAP)), smallest)
-    return 1 << (bounded.bit_length() - 1)
-
-
-def bytes_in_latency(ranks: int, device_type: str, copies: int = 1) -> float:
-    """Bytes that are sent in the time of a reduce-scatter's latency: alpha / beta of the assumed network.
-
-    Args:
-        ranks: See :func:`default_bucket_cap`.
-        device_type: The device of the gradients.
-        copies: The number of groups of so many ranks.
-    """
     in_latency = _BYTES_IN_LATENCY.get(device_type, _BYTES_IN_LATENCY["cuda"])
     # Between CPUs, each rank sends two messages to every other rank with the same shard.
     between = 2 * (copies - 1) if device_type == "cpu" else _RANKS_A_LEVEL * math.log2(copies)
-    return in_latency * (ranks + between)
+    best = math.sqrt(model_bytes * in_latency * (ranks + between))
+    smallest = _SMALLEST_CAP if device_type == "cpu" else _SMALLEST_CAP_OF_GPUS
+    bounded = max(int(min(best, model_bytes / 2, _LARGEST_CAP)), smallest)
+    return 1 << (bounded.bit_length() - 1)

@@ -31,11 +31,6 @@ class Topology(NamedTuple):
         numbers: dict[Hashable, int] = {}
         return cls(tuple(numbers.setdefault(key, len(numbers)) for key in keys))
 
-    @classmethod
-    def flat(cls, world_size: int) -> "Topology":
-        """All ranks on one node."""
-        return cls((0,) * world_size)
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -48,13 +43,9 @@ class Topology(NamedTuple):
         counts = {self.nodes.count(node) for node in set(self.nodes)}
         return len(set(self.nodes)) > 1 and len(counts) == 1 and counts != {1}
 
-    def share_node(self, rank: int, other: int) -> bool:
-        """Whether two ranks are on the same node."""
-        return self.nodes[rank] == self.nodes[other]
-
     def node_mates(self, rank: int) -> tuple[int, ...]:
         """The ranks on the node of ``rank``, ``rank`` among them, in order."""
-        return tuple(other for other in range(self.world_size) if self.share_node(rank, other))
+        return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
         """The ranks at the same place within their nodes as ``rank``, by node, ``rank`` among them.

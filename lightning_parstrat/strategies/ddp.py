@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
-from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
@@ -298,28 +297,19 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Names the parameters that were not used, and the flag of this strategy that finds them."""
-        if _waits_for_unused(exception):
-            unused = [] if self._trained is None else self._trained.names_without_gradient()
+        """Names the flag of this strategy that finds unused parameters, if torch has waited for some."""
+        said, *rest = exception.args or ("",)
+        if isinstance(said, str) and "Expected to have finished reduction in the prior iteration" in said:
             # Instead of Lightning's text, which would name a flag of another strategy.
-            exception.args = (self._advice_on_unused(unused), *exception.args[1:])
+            advice = (
+                "Some parameters were not used for the loss that `training_step` returned, or the program has caught an"
+                " exception in a backward. DDP waits for them. If it is intended that they are not used, take"
+                f" `strategy='{self.flag}_find_unused_parameters_true'`, or"
+                f" `strategy={type(self).__name__}(find_unused_parameters=True)`. After an exception, let it end the"
+                " training, or take `strategy='zero1_custom'`."
+            )
+            exception.args = (advice, *rest)
         super().on_exception(exception)
-
-    def _advice_on_unused(self, unused: list[str]) -> str:
-        named = f" On rank {self.global_rank} these have no gradient: {listed(unused)}." if unused else ""
-        return (
-            "Some parameters were not used for the loss that `training_step` returned, or the program has"
-            f" caught an exception in a backward. DDP waits for them.{named} If it is intended that they are not used,"
-            f" take `strategy='{self.flag}_find_unused_parameters_true'`, or"
-            f" `strategy={type(self).__name__}(find_unused_parameters=True)`. After an exception, let it end the"
-            " training, or take `strategy='zero1_custom'`."
-        )
-
-
-def _waits_for_unused(exception: BaseException) -> bool:
-    """Whether torch raised it in a forward because the backward before has not reached all parameters."""
-    said = exception.args[0] if exception.args else None
-    return isinstance(said, str) and "Expected to have finished reduction in the prior iteration" in said
 
 
 def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:

@@ -112,21 +112,14 @@ LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 
 
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:
-    """The warning about versions newer than the tested ones. None if there are none.
-
-    Args:
-        torch_version: The version of torch.
-        lightning_version: The version of Lightning.
-    """
+    """The warning about versions of torch and Lightning that are newer than the tested ones. None if none is."""
     compared = (("torch", torch_version, TORCH_SEEN), ("lightning", lightning_version, LIGHTNING_SEEN))
-    newer = [(name, found, seen) for name, found, seen in compared if is_newer(found, seen)]
+    newer = [f"{name} up to {seen[-1]} (here: {one})" for name, one, seen in compared if is_newer(one, seen)]
     if not newer:
         return None
-    found = " and ".join(f"{name} {found}" for name, found, _ in newer)
-    tried = " and ".join(f"{name} up to {seen[-1]}" for name, _, seen in newer)
     return (
-        f"lightning_parstrat was tried with {tried}, and {found} is installed, which is newer. Training continues."
-        " If something fails that works under `ddp`, install the version that was tried, or a newer lightning-parstrat."
+        f"lightning_parstrat was tried with {' and '.join(newer)}. Training continues. If something fails that works"
+        " under `ddp`, install the version that was tried, or a newer lightning-parstrat."
     )
 
 

@@ -32,8 +32,8 @@ core/layout.py: a bucket grows beyond the cap
 core/test_layout.py
 
 core/bucket_cap.py: the cap on buckets does not grow with the number of ranks
-- return in_latency * (ranks + between)
-+ return in_latency * (2 + between)
+- best = math.sqrt(model_bytes * in_latency * (ranks + between))
++ best = math.sqrt(model_bytes * in_latency * (2 + between))
 core/test_bucket_cap.py
 
 distributed/gradients/clipping.py: a maximum norm passes over NaN

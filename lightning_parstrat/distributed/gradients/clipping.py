@@ -148,12 +148,7 @@ def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device
         1-D, to be combined over ranks. For a finite p, ``[sum |g|^p]`` in float64, since powers overflow sooner than
         norms. For infinity, ``[max |g|, whether any is NaN]``, since a maximum over ranks may skip a NaN. Without
         norms, zeros.
-
-    Raises:
-        ValueError: ``norm_type`` is not positive.
     """
-    if not norm_type > 0:
-        raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
     if not norms:
         return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
     stacked = torch.stack([norm.to(device) for norm in norms]).double()
