@@ -71,7 +71,6 @@ class Accumulation(Part):
         """Whether the next backward is not the last of its window."""
         self.scale: GradientScale | None = None
         """The factor from the sum over ranks to the window's mean, once its last backward has begun. Collective."""
-        self.backward_has_ended = True
         self._window = AccumulationWindow()
         self._weights: LossWeights | None = None
         self._clipper: GradientClipper | None = None
@@ -111,7 +110,7 @@ class Accumulation(Part):
         self._clipper = GradientClipper(
             self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
         )
-        self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper, self.end_backward)
+        self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper)
 
     def begin_batch(self) -> None:
         """Counts the micro-batches of the window."""
@@ -143,7 +142,6 @@ class Accumulation(Part):
             # Its gradient is weighed, not the loss: plugins and hooks of the user get the loss unchanged.
             weigh = functools.partial(_weighed, factor)
             self._loss_hook = loss.register_hook(weigh)  # type: ignore[no-untyped-call]
-        self.backward_has_ended = False
 
     def _factor_of_loss(self) -> float | Tensor | None:
         """Counts another micro-batch. Returns the factor of its loss, or None."""
@@ -165,10 +163,7 @@ class Accumulation(Part):
         return factor
 
     def end_backward(self) -> None:
-        """Usually the precision plugin calls it, before hooks read gradients. A second call does nothing."""
-        if self.backward_has_ended:
-            return
-        self.backward_has_ended = True
+        """Completes the gradients of a backward, before hooks read them. Collective."""
         if self._loss_hook is not None:
             # The program may run backward on the same loss again, with another weight.
             self._loss_hook.remove()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -28,7 +27,6 @@ class _ClippingPrecision:
     """
 
     _clipper: GradientClipper
-    _end_backward: Callable[[], None]
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps the gradients. If they are in shards, it clamps the shards."""
@@ -48,12 +46,6 @@ class _ClippingPrecision:
         if clip_val > 0:
             self._unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
-
-    def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs after backward, with hooks that read gradients."""
-        self._end_backward()
-        loss: Tensor = super().post_backward(*args, **kwargs)  # type: ignore[misc]
-        return loss
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients. Clips in automatic optimization."""
@@ -155,15 +147,12 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
 
-def equip_precision(
-    plugin: Precision, clipper: GradientClipper, end_backward: Callable[[], None]
-) -> Callable[[], None]:
+def equip_precision(plugin: Precision, clipper: GradientClipper) -> Callable[[], None]:
     """Replaces the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
         clipper: Clips the gradients.
-        end_backward: Called after every backward, before hooks read its gradients.
 
     Returns:
         A function that restores both classes.
@@ -171,7 +160,7 @@ def equip_precision(
     scaler = _enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
     plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, Precision)
-    vars(plugin).update(_clipper=clipper, _end_backward=end_backward)
+    vars(plugin)["_clipper"] = clipper
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
@@ -180,8 +169,7 @@ def equip_precision(
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            for name in ("_clipper", "_end_backward"):
-                vars(one).pop(name, None)
+            vars(one).pop("_clipper", None)
 
     return restore
 
