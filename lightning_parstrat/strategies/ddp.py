@@ -1,13 +1,11 @@
 """``ddp_tuned``: torch DDP with a measured choice of bucket sizes."""
 
 from collections.abc import Collection, Mapping
-from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -51,10 +49,6 @@ class TunedDDPStrategy(ComposedStrategy):
             Lightning, it is registered on every device, and so is a ``ddp_comm_hook``.
         gradient_as_bucket_view: Whether ``param.grad`` is a view into DDP's bucket, which saves one copy of all
             gradients. torch's own default is False.
-        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``. The default is the
-            backend that suits the device.
-        timeout: How long a collective may take before the run ends with an error.
-        start_method: How the processes are launched.
         **kwargs: Every further argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of
             :class:`~torch.nn.parallel.DistributedDataParallel`.
 
@@ -73,9 +67,6 @@ class TunedDDPStrategy(ComposedStrategy):
         plan_cache: str | Path | None = None,
         comm_hook: CommHook = None,
         gradient_as_bucket_view: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
         if unknown := [name for name in kwargs if name not in self.known_arguments()]:
@@ -100,13 +91,7 @@ class TunedDDPStrategy(ComposedStrategy):
         self._tuner: BucketTuner | None = None
         self._report: TuningReport | None = None
         self._trained: TrainedParameters | None = None
-        super().__init__(
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **_bucket_arguments(bucket_cap_mb),
-            **kwargs,
-        )
+        super().__init__(**_bucket_arguments(bucket_cap_mb), **kwargs)
 
     @property
     def tuning_report(self) -> TuningReport | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Tag, doubling_steps
-from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Steps, Work, marked
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Steps, marked, set_aside
 
 
 class WeightSum(NamedTuple):
@@ -106,18 +106,13 @@ class ControlMessages:
 
     def close(self) -> None:
         """Call when a training has ended, also after an error. Not collective."""
-        left = None if self._latest is None else self._latest.in_flight
-        if left is not None:
-            _LEFT.append(left)
+        # Not the message, which holds the process group: see ``process_groups.py``.
+        if self._latest is not None and self._latest.in_flight is not None:
+            set_aside([self._latest.in_flight])
         self._latest = None
 
 
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
-
-_LEFT: list[Work] = []
-"""Transfers that were not waited for: their memory must outlive them. Messages are not kept, as they hold the process
-group: see ``process_groups.py``."""
-
 
 _HEADER = struct.Struct("<q?B3d")
 

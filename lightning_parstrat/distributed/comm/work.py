@@ -7,7 +7,7 @@ that waits for the exchange runs it, or separate threads do.
 import queue
 import threading
 import weakref
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,18 @@ class Transfers:
 
 DONE: Work = Transfers(())
 """A collective that has nothing to do."""
+
+_SET_ASIDE: list[Work] = []
+
+
+def set_aside(works: Iterable[Work]) -> None:
+    """Keeps transfers of a training that has failed, for which nothing will wait. Not collective.
+
+    A work keeps its buffers, which must outlive the transfers. Its receives must stay posted. Otherwise the next
+    training on these process groups would receive this one's messages.
+    """
+    _SET_ASIDE[:] = [work for work in _SET_ASIDE if not work.is_completed()]
+    _SET_ASIDE.extend(works)
 
 
 class Message(NamedTuple):

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import Content, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
-from lightning_parstrat.distributed.comm.work import Arrivals, Exchange, Streams, Work, marked
+from lightning_parstrat.distributed.comm.work import Arrivals, Exchange, Streams, Work, marked, set_aside
 from lightning_parstrat.distributed.engine.buckets import (
     GradientBucket,
     ParameterSlot,
@@ -54,10 +54,6 @@ GradientScale = Callable[[], float]
 collective, as its sources may be.
 
 If a window's micro-batches are reduced one by one, the factor makes the mean over all of them."""
-
-_TRANSFERS_SET_ASIDE: list[Work] = []
-"""Transfers that a failed backward had launched. A work keeps its buffers, which must outlive the transfers. Its
-receives must stay posted. Otherwise the next training on these process groups would receive this one's messages."""
 
 
 class _Reduction(NamedTuple):
@@ -411,8 +407,7 @@ class GradientReducer:
 
     def _set_aside(self) -> None:
         """Drops the reductions in flight. Their memory must outlive the transfers."""
-        _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
-        _TRANSFERS_SET_ASIDE.extend([reduction.work for reduction in self._in_flight])
+        set_aside([reduction.work for reduction in self._in_flight])
         self._in_flight = []
         self._not_waited_for.clear()
 
