@@ -82,8 +82,8 @@ strategies/gradients/observers.py: sharded accumulation: who clears gradients be
 strategies/test_sharded_accumulation.py
 
 distributed/engine/gatherer.py: a copy is made of a parameter in flight
-- Tensor.is_contiguous,
-+ Tensor.is_contiguous, Tensor.clone,
+- *_attributes(_ASKS),
++ *_attributes(f"clone {_ASKS}"),
 distributed/engine/test_read_guard.py
 
 distributed/comm/collectives.py: sums are passed on from the wrong place

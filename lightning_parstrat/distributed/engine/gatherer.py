@@ -44,22 +44,13 @@ def _attributes(names: str) -> list[Any]:
 
 
 _KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
+_ASKS = "size dim numel stride element_size is_floating_point is_complex is_contiguous __hash__ __len__"
+_OF_GRADIENTS = "requires_grad_ register_hook register_post_accumulate_grad_hook"
 NEEDS_NO_CONTENT: set[Any] = {
     *(attribute.__get__ for attribute in (*_attributes(_KNOWN), *GRADIENT_HOOKS)),
     *(attribute.__set__ for attribute in (*_attributes("grad requires_grad"), *GRADIENT_HOOKS)),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_contiguous,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor.__hash__,
-    Tensor.__len__,
+    *_attributes(_ASKS),
+    *_attributes(_OF_GRADIENTS),
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
