@@ -14,13 +14,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.core.accumulation import PartialWindow
-from lightning_parstrat.core.argument_names import arguments_of
 from lightning_parstrat.core.policy import CheckpointFormat, ClipScope, CommonPolicy, NonfiniteGradients
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
@@ -216,11 +214,6 @@ class ComposedStrategy(DDPStrategy):
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(f"{PACKAGES[own]}."))
         hint = f"; for {other}, write `from {PACKAGES[other]} import {name}`" if other in sys.modules else ""
         return f"<{type(self).__name__} for the Trainer of {own}{hint}>"
-
-    @classmethod
-    def known_arguments(cls) -> list[str]:
-        """The names of all arguments: those of the class, of its base classes, and of the wrapper around the module."""
-        return arguments_of((*cls.__mro__, DistributedDataParallel))
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
@@ -69,8 +68,6 @@ class TunedDDPStrategy(ComposedStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        if unknown := [name for name in kwargs if name not in self.known_arguments()]:
-            refuse(type(self), unknown, self.known_arguments())
         self._tuning = TuningPolicy(bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance)
         if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):
             raise ValueError(f"Invalid plan_cache: {plan_cache!r}. Must be a folder's path, or None.")

@@ -1,7 +1,6 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.strategies.data.even import make_even, users_own
@@ -45,19 +43,12 @@ class WrapperlessDDPStrategy(DDPStrategy):
             backend that suits the device.
         timeout: How long a collective may take before the run ends with an error.
         start_method: How the processes are launched.
-        **unknown: Refused.
-
-    Raises:
-        TypeError: The strategy has no such argument. The message names the argument to use instead.
     """
 
     @property
     @abstractmethod
     def flag(self) -> str:
         """The name that the strategy is registered under. Messages begin with it."""
-
-    known_arguments: Callable[[], list[str]]
-    """Defined in :class:`~lightning_parstrat.strategies.base.ComposedStrategy`."""
 
     def __init__(
         self,
@@ -72,10 +63,7 @@ class WrapperlessDDPStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            refuse(type(self), unknown, self.known_arguments())
         needless = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
