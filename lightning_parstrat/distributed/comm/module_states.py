@@ -96,16 +96,10 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         group: A group that works on host memory.
 
     Raises:
-        ValueError: The modules differ, so that a broadcast between them would hang. Or a parameter has no shape yet.
+        ValueError: The modules differ, so that a broadcast between them would hang.
+        RuntimeError: A parameter has no shape yet, as in a lazy module before its first forward.
     """
     ignored = names_ignored_by_ddp(module)
-    # Before the others: a lazy parameter has no shape, and torch's error for that gives no advice.
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"{name!r} of a lazy module has no shape yet, so that ranks could not agree on it. Run a batch through"
-                " the module before `fit`, for instance in `configure_model`."
-            )
     specs = [
         ParameterSpec(
             name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), itemsize=tensor.element_size(), group=None

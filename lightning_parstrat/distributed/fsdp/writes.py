@@ -71,18 +71,14 @@ class Writes:
         Args:
             waits: Whether the host waits for a GPU. Otherwise a write that would be rounded may be seen a step later.
         """
-        name = next((name for name, one, storage in self._storages if one.untyped_storage() is not storage), None)
-        if name is not None:
-            return f"`data` of parameter {name!r} was set"
+        for name, one, storage in self._storages:
+            if one.untyped_storage() is not storage:
+                return f"`data` of parameter {name!r} was set"
         self._read.copy_(self._rounded, non_blocking=not waits)
-        part = next(
-            (part for part, is_rounded in zip(self._parts, self._read.tolist(), strict=True) if is_rounded), None
-        )
-        return (
-            None
-            if part is None
-            else f"A parameter of {part or 'the root'!r} was written to while it was gathered in bf16"
-        )
+        for part, is_rounded in zip(self._parts, self._read.tolist(), strict=True):
+            if is_rounded:
+                return f"A parameter of {part or 'the root'!r} was written to while it was gathered in bf16"
+        return None
 
     def check(self) -> None:
         """Checks the writes so far. Not collective. The host waits for a GPU.
