@@ -46,11 +46,11 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
     section = _section(config, "model")
     # Python would search these paths if the configuration's program had been started here.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    given, init_args, more = class_path, section, None
     if isinstance(section, str):
-        given, init_args = section, {}
-    elif "class_path" in section:
-        given, init_args, more = section["class_path"], section.get("init_args"), section.get("dict_kwargs")
+        section = {"class_path": section}
+    elif "class_path" not in section:
+        section = {"class_path": class_path, "init_args": section}
+    given = section["class_path"]
     if given is None:
         raise UsageError(
             f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
@@ -59,7 +59,7 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
     trainer = _section(config, "trainer")
     # Modules may print. Standard output is for the result alone, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        module = _make(import_class(given), dict(init_args or {}), dict(more or {}), given)
+        module = _make(import_class(given), section)
         trained = [one for one in module.parameters() if one.requires_grad]
         if not trained:
             raise UsageError(f"{given} has no trainable parameters before training starts: there is nothing to plan.")
@@ -150,26 +150,23 @@ def _section(config: Any, name: str) -> Any:
     return {}
 
 
-def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> nn.Module:
+def _make(cls: type, section: Mapping[str, Any]) -> nn.Module:
+    name = section["class_path"]
     if _LIGHTNING_MODULES.isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__):
         raise UsageError(f"{name} is not a LightningModule.")
-    try:
-        # A LightningCLI needs it, too. No other command does.
-        from jsonargparse import ArgumentParser, Namespace
-
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(cls, "model", instantiate=False)
-        # Older versions of jsonargparse only have the second name.
-        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        found = instantiate(parser.parse_object({"model": init_args} if init_args else {})).get("model", {})
-        arguments = {**(vars(found) if isinstance(found, Namespace) else found), **more}
-    except Exception as error:
-        raise UsageError(f"{name}: its arguments cannot be read: {error}") from error
     # On the meta device, tensors have no values. If a module reads values, it is created with memory.
     for device in ("meta", "cpu"):
         try:
+            # A LightningCLI needs it, too. No other command does.
+            from jsonargparse import ArgumentParser
+
+            parser = ArgumentParser(exit_on_error=False)
+            parser.add_argument("--model", type=cls)
+            # Older versions of jsonargparse only have the second name.
+            instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
             with torch.device(device):
-                return cls(**arguments)
+                module: nn.Module = instantiate(parser.parse_object({"model": dict(section)})).model
+            return module
         except Exception as error:
             failure = error
     raise UsageError(f"{name} cannot be created: {failure}") from failure

@@ -232,7 +232,7 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         assert main(["plan", "--world-size", "2", *arguments, *words.split()]) == 2
         assert said in (printed := capsys.readouterr().err), (words, printed)
     modules: list[tuple[Any, dict[str, Any], str]] = [
-        ({"class_path": planned, "init_args": {"depth": 3}}, {}, "arguments cannot be read"),
+        ({"class_path": planned, "init_args": {"depth": 3}}, {}, "cannot be created"),
         ({"class_path": planned, "init_args": {"width": -1}}, {}, "cannot be created"),
         ({"class_path": "lightning.pytorch.LightningModule"}, {}, "no trainable parameters"),
         (None, {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": -1.0}}}, "optimizer cannot be"),
