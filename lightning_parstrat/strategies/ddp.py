@@ -21,7 +21,7 @@ from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParamet
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.lightning_compat import trained
-from lightning_parstrat.strategies.report import Sharded, bytes_of_training, line_of_sharding
+from lightning_parstrat.strategies.report import line_of_training
 
 
 class TunedDDPStrategy(ComposedStrategy):
@@ -207,9 +207,7 @@ class TunedDDPStrategy(ComposedStrategy):
         """Logs the memory of a rank."""
         super().on_train_start()
         parameters = list(self._training_module.parameters())
-        total, leaves_out = bytes_of_training(parameters, trained(self.optimizers), Tensor.numel)
-        count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        self._fit_report.say(line_of_sharding(count, self.world_size, Sharded("", total, total, leaves_out)))
+        self._fit_report.say(line_of_training(parameters, trained(self.optimizers), self.world_size))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -35,22 +35,6 @@ BF16_SAVES_NOTHING = (
 )
 
 
-class Sharded(NamedTuple):
-    """What a strategy divides among the ranks.
-
-    Attributes:
-        what: Its name. If nothing is divided, empty.
-        own: Its bytes on this rank.
-        whole: Its bytes on a rank that has all of it.
-        leaves_out_state: Whether the bytes are without the optimizers' state, whose size is not known before a step.
-    """
-
-    what: str
-    own: float
-    whole: float
-    leaves_out_state: bool = False
-
-
 class _Moment(NamedTuple):
     """The begin of a step. Seconds and bytes are counted from any time on."""
 
@@ -143,19 +127,23 @@ def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, 
     return f"{line}; peak memory {amount(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
 
 
-def line_of_sharding(parameters: int, ranks: int, sharded: Sharded, copies: int = 1) -> str:
+def _line(
+    parameters: int, ranks: int, what: str, own: float, whole: float, leaves_out_state: bool, copies: int = 1
+) -> str:
     """The first line of a fit: what is sharded, and the memory of it on this rank and without sharding.
 
     Args:
         parameters: The number of elements that are trained.
         ranks: The number of ranks.
-        sharded: What is divided among the ranks.
+        what: What is divided among the ranks. Empty if nothing is.
+        own: Its bytes on this rank.
+        whole: Its bytes on a rank that has all of it.
+        leaves_out_state: Whether the bytes are without optimizer state, whose size is not known before a step.
         copies: How many groups of ranks hold it.
     """
     groups = f" in {copies} shard groups" if copies > 1 else ""
     plural = "parameter" if parameters == 1 else "parameters"
     start = f"{count_of(parameters)} {plural} on {counted(ranks, 'rank')}{groups}"
-    what, own, whole, leaves_out_state = sharded
     rest = " + optimizer state" if leaves_out_state else ""
     if not what:
         return f"{start}; nothing is sharded: {amount(own)} each{rest}"
@@ -172,7 +160,7 @@ def sharded_by(engine: ShardedDataParallel) -> str:
     """The first line of a fit whose optimizers an engine has sharded. Empty if it has sharded none."""
     if not engine.slots:
         return ""
-    collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
+    collectives = engine.reducer.collectives
     own, whole, leaves_out_state = 0.0, 0.0, False
     slots = list(engine.slots.values())
     owned = {slot: 0 if slot.shard is None else slot.shard.numel() for slot in slots}
@@ -193,28 +181,41 @@ def sharded_by(engine: ShardedDataParallel) -> str:
         what.append("masters")
         own += sum(bucket.master.nbytes for bucket in engine.buckets if bucket.master is not None)
     parameters = sum(slot.place.numel for slot in slots)
-    sharded = Sharded(", ".join(what), own, whole, leaves_out_state)
-    return line_of_sharding(parameters, collectives.world_size, sharded, place.copies)
+    ranks, copies = collectives.world_size, collectives.place.copies
+    return _line(parameters, ranks, ", ".join(what), own, whole, leaves_out_state, copies)
 
 
-def bytes_of_training(
-    parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], own_numel: Callable[[Tensor], int]
-) -> tuple[float, bool]:
-    """Bytes of parameters, their gradients and the optimizers' state on a rank. And whether state is left out.
+def line_of_training(
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    ranks: int,
+    own_numel: Callable[[Tensor], int] | None = None,
+) -> str:
+    """The first line of a fit that divides parameters, gradients and optimizer state, or none of them.
 
     Args:
         parameters: All parameters.
         optimizers: The optimizers, which step parameters.
-        own_numel: How many elements of a parameter the rank has.
+        ranks: The number of ranks.
+        own_numel: How many elements of a parameter this rank has. None for all.
     """
-    size = {parameter: own_numel(parameter) * parameter.element_size() for parameter in parameters}
-    total: float = sum((2 if parameter.requires_grad else 1) * size[parameter] for parameter in parameters)
-    leaves_out = False
-    for optimizer in optimizers:
-        ratio = state_bytes_per_parameter_byte(optimizer)
-        leaves_out |= ratio is None
-        total += (ratio or 0.0) * sum(size.get(one, 0) for group in optimizer.param_groups for one in group["params"])
-    return total, leaves_out
+    ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
+
+    def total(numel: Callable[[Tensor], int]) -> float:
+        size = {parameter: numel(parameter) * parameter.element_size() for parameter in parameters}
+        of_optimizers = [
+            (ratio or 0.0) * size.get(one, 0)
+            for ratio, optimizer in zip(ratios, optimizers, strict=True)
+            for group in optimizer.param_groups
+            for one in group["params"]
+        ]
+        return sum((2 if one.requires_grad else 1) * size[one] for one in parameters) + sum(of_optimizers)
+
+    count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    what = "weights, gradients" if None in ratios else "weights, gradients, optimizer state"
+    own = total(own_numel or Tensor.numel)
+    whole = total(Tensor.numel) if own_numel else own
+    return _line(count, ranks, what if own_numel else "", own, whole, None in ratios)
 
 
 def not_sharded(engine: ShardedDataParallel) -> str:

@@ -43,7 +43,7 @@ from lightning_parstrat.strategies.checkpoint.training_state import TrainingStat
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
-from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, Sharded, bytes_of_training, line_of_sharding
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
 from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
@@ -355,16 +355,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
-        own, leaves_out_state = bytes_of_training(parameters, optimizers, lambda p: local(p).numel())
-        whole, _ = bytes_of_training(parameters, optimizers, torch.Tensor.numel)
-        state = "" if leaves_out_state else ", optimizer state"
-        self._fit_report.say(
-            line_of_sharding(
-                sum(p.numel() for p in parameters if p.requires_grad),
-                self.world_size,
-                Sharded(f"weights, gradients{state}", own, whole, leaves_out_state),
-            )
-        )
+        line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel())
+        self._fit_report.say(line)
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
         kept_whole = sum(size for size, leaf in leaves if leaf.tensor is leaf.parameter)
         narrow = sum(size for size, leaf in leaves if leaf.tensor.dtype != leaf.parameter.dtype)
