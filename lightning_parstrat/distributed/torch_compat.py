@@ -233,9 +233,9 @@ def is_compiled(module: nn.Module) -> bool:
     # The first optimizer imports it in any case. Before that, the import would only take time.
     from torch._dynamo.eval_frame import OptimizedModule
 
-    parts = list(module.modules())
-    is_in_place = any(isinstance(one, OptimizedModule) or one._compiled_call_impl is not None for one in parts)
-    return is_in_place or is_compiled_as_a_whole(module)
+    return is_compiled_as_a_whole(module) or any(
+        isinstance(child, OptimizedModule) or child._compiled_call_impl is not None for child in module.modules()
+    )
 
 
 def is_compiled_as_a_whole(module: nn.Module) -> bool:
