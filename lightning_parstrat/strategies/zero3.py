@@ -24,6 +24,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module
 from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
@@ -36,7 +37,6 @@ from lightning_parstrat.distributed.fsdp.state import (
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.fsdp.whole import shown_whole
-from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState

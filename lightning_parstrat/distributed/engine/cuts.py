@@ -1,9 +1,11 @@
 """Which elements of a parameter each rank keeps the state of, and which of them it writes to a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
@@ -48,3 +50,26 @@ def cut_in_bucket(slot: ParameterSlot, place: ShardPlace) -> Cut:
     first, last = (start + numel * number // copies for number in (copy, copy + 1))
     written = slice(max(first, own.start), min(last, own.stop))
     return Cut(tuple(slot.parameter.shape), slot.strides, own, written, slot.shard)
+
+
+def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
+    """How parameters that FSDP2 has sharded are cut along their first dimension over all ranks. Others are left out.
+
+    The parts are equal, except for the last ones, which may be shorter or empty. As elements lie row by row, each part
+    is one run of them. Not collective.
+    """
+    return {one: _cut_in_rows(one) for one in parameters if isinstance(one, DTensor)}
+
+
+def _cut_in_rows(parameter: DTensor) -> Cut:
+    # As torch cuts. Beyond the last row there are no elements.
+    rows, numel = parameter.shape[0], parameter.numel()
+    length = -(-rows // parameter.device_mesh.size()) * (numel // rows)
+    begin = min(dist.get_rank() * length, numel)
+    own = slice(begin, begin + local(parameter).numel())
+    return Cut(tuple(parameter.shape), parameter.stride(), own, own, parameter)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, over the same memory. A whole tensor is returned unchanged. Not collective."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

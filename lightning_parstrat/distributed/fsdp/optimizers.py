@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import reason_against_rows
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
@@ -25,7 +26,6 @@ from lightning_parstrat.distributed.engine.stepping import (
     stepping_by,
 )
 from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like
-from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
 
 STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})

@@ -30,13 +30,13 @@ from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
-from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import (
     call_before_gathers,
     current_graph_task_id,

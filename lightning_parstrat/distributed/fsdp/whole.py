@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded, shard_like
-from lightning_parstrat.distributed.gradients.local_tensors import local
 
 _ADDED: set[str] = set()
 """Names of attributes that sharding has added to modules."""

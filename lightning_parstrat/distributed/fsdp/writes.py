@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
-from lightning_parstrat.distributed.gradients.local_tensors import local
+from lightning_parstrat.distributed.engine.cuts import cuts_in_rows, local
 from lightning_parstrat.distributed.torch_compat import call_before_freeing, copy_all, gathered_by_fsdp
 
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
-from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
 
 _WIDE = (torch.float32, torch.float64)

@@ -15,7 +15,7 @@ from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages, WeightSum
 from lightning_parstrat.distributed.comm.work import marked
-from lightning_parstrat.distributed.gradients.local_tensors import local
+from lightning_parstrat.distributed.engine.cuts import local
 
 
 class InconsistentWeightsError(ValueError):

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.engine.cuts import Cut, Run
+from lightning_parstrat.distributed.engine.cuts import Cut, Run, cuts_in_rows
 from lightning_parstrat.distributed.engine.state import grouped_parameters
-from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
 from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
 from lightning_parstrat.distributed.fsdp.state import (
