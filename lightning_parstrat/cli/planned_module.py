@@ -16,7 +16,7 @@ from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import import_class
 from lightning_parstrat.core.footprint import PRECISIONS, Training
 from lightning_parstrat.core.policy import FullShardingPolicy
-from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 
 _ADAM_STATES = 2.0

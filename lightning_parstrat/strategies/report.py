@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
-from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.strategies.parts import Part
 
 _STEPS_THAT_SETTLE = 3

@@ -6,12 +6,13 @@ each rank's part of an unsharded state.
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,7 +21,11 @@ from lightning_parstrat.distributed.comm.agreement import broadcast_object, gath
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 from lightning_parstrat.distributed.engine.cuts import Run
-from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
+from lightning_parstrat.distributed.torch_compat import (
+    run_hooks_after_state_dict,
+    run_hooks_before_state_dict,
+    without_step_hooks,
+)
 
 MASTER_WEIGHTS = "master_weights"
 """The key of master weights in a state dict, by position as in ``"state"``. Other strategies ignore it."""
@@ -367,3 +372,34 @@ def shard_value(value: Any, slot: ParameterSlot) -> Any:
         part = slot.part_of(value).clone()
     # State that an optimizer made in the parameter's dtype is converted to the master weights' dtype.
     return part.to(slot.bucket.shard_dtype) if part.dtype == slot.parameter.dtype else part
+
+
+def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
+    """How much state an element-wise optimizer keeps. A twin of it steps a small parameter to find out.
+
+    Returns:
+        Bytes of state per byte of parameters (AdamW: 2), averaged over groups. If it is unknown, None.
+    """
+    cls = type(optimizer)
+    if cls not in ELEMENTWISE_OPTIMIZERS or not inspect.isfunction(inspect.unwrap(cls.step)):
+        # A replacement of torch's function may count its calls.
+        return None
+    known = inspect.signature(cls).parameters
+    state_bytes = parameter_bytes = 0
+    for group in optimizer.param_groups:
+        probe = nn.Parameter(torch.zeros(1024))
+        probe.grad = torch.zeros_like(probe)
+        options = {key: value for key, value in group.items() if key in known and key != "params"}
+        try:
+            twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
+            # Hooks that a user has registered for all optimizers do not apply to this one.
+            with without_step_hooks(twin):
+                twin.step()
+        except Exception:
+            # Settings that only work on the user's device, such as a learning rate in a CUDA tensor.
+            return None
+        entries = [entry for entry in twin.state[probe].values() if isinstance(entry, Tensor)]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
+        parameter_bytes += size
+        state_bytes += size * sum(entry.nbytes for entry in entries if entry.shape == probe.shape) // probe.nbytes
+    return state_bytes / parameter_bytes if parameter_bytes else 0.0

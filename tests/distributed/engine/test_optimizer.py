@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
 from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
