@@ -1,6 +1,5 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
-from abc import abstractmethod
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
@@ -25,7 +25,7 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class WrapperlessDDPStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without torch's DDP wrapper.
+    """DDP's processes, samplers and devices, without torch's DDP wrapper. Subclasses have a ``flag`` and buffers.
 
     Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
     program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
@@ -45,10 +45,7 @@ class WrapperlessDDPStrategy(DDPStrategy):
         start_method: How the processes are launched.
     """
 
-    @property
-    @abstractmethod
-    def flag(self) -> str:
-        """The name that the strategy is registered under. Messages begin with it."""
+    _buffers: "Buffers"
 
     def __init__(
         self,
@@ -85,6 +82,18 @@ class WrapperlessDDPStrategy(DDPStrategy):
             # Programs may read the arguments that the strategy was given.
             **given,
         )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's training step."""
+        self._buffers.before_step()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+        self._buffers.before_validation_step()
+        return super().validation_step(*args, **kwargs)
 
 
 class EvenBatches(Part):

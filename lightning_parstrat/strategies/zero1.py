@@ -10,7 +10,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -262,18 +261,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                 )
             with self._engine.reducer.no_sync():
                 yield
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's training step."""
-        self._buffers.before_step()
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        self._buffers.before_validation_step()
-        return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:

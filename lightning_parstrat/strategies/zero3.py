@@ -209,9 +209,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's training step on the current parameters."""
+        """Runs the user's training step on the current parameters."""
         self._fsdp_module.reshard()
-        self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
@@ -254,7 +253,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's validation step, in which all ranks gather parameters."""
         with self._gathering():
-            self._buffers.before_validation_step()
             return super().validation_step(*args, **kwargs)
 
     @override
