@@ -154,6 +154,7 @@ def _make(cls: type, section: Mapping[str, Any]) -> nn.Module:
     name = section["class_path"]
     if _LIGHTNING_MODULES.isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__):
         raise UsageError(f"{name} is not a LightningModule.")
+    given = {key: value for key, value in section.items() if value is not None}
     # On the meta device, tensors have no values. If a module reads values, it is created with memory.
     for device in ("meta", "cpu"):
         try:
@@ -165,7 +166,7 @@ def _make(cls: type, section: Mapping[str, Any]) -> nn.Module:
             # Older versions of jsonargparse only have the second name.
             instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
             with torch.device(device):
-                module: nn.Module = instantiate(parser.parse_object({"model": dict(section)})).model
+                module: nn.Module = instantiate(parser.parse_object({"model": given})).model
             return module
         except Exception as error:
             failure = error
