@@ -80,7 +80,6 @@ class Accumulation(Part):
         """Whether a micro-batch of this window had a backward."""
         self._loss_weight: Any = None
         self._loss_hook: RemovableHandle | None = None
-        self._world_size = 1
         self._skipped_steps = 0
 
     @property
@@ -103,7 +102,6 @@ class Accumulation(Part):
         """Lets the precision plugin clip gradients, in shards or on every rank. Collective."""
         warn_of_untried_versions()
         self._end_fit()
-        self._world_size = self._ranks.world_size
         self._window, self._weights = AccumulationWindow(), LossWeights(self._ranks.messages)
         self.scale, self._skipped_steps = None, 0
         strategy = self._strategy
@@ -199,10 +197,10 @@ class Accumulation(Part):
         scale = gradient_scale(
             accumulate=accumulate,
             micro_batches=micro_batches,
-            total=micro_batches * self._world_size if weights is None else weights.total(),
+            total=micro_batches * self._ranks.world_size if weights is None else weights.total(),
             partial_window=self._policy.partial_window,
         )
-        if weights is None and scale != 1.0 / self._world_size:
+        if weights is None and scale != 1.0 / self._ranks.world_size:
             self._hooks.say(
                 f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"
                 f" its gradients are the mean over those it has. Stock Lightning divides by {accumulate}, as"
@@ -215,8 +213,8 @@ class Accumulation(Part):
     def factor_of_mean(self) -> float:
         """The factor from the mean over ranks to the window's mean. Collective if losses have weights."""
         # Exactly 1 if no factor is needed. A product could round to another number.
-        is_mean = self.scale is None or self.scale() == 1.0 / self._world_size
-        return 1.0 if self.scale is None or is_mean else self.scale() * self._world_size
+        is_mean = self.scale is None or self.scale() == 1.0 / self._ranks.world_size
+        return 1.0 if self.scale is None or is_mean else self.scale() * self._ranks.world_size
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:
@@ -239,7 +237,7 @@ class Accumulation(Part):
             *args: Passed to ``by_lightning``.
             **given: Passed to ``by_lightning``.
         """
-        if self._world_size > 1 and needs_closure(unwrapped(optimizer)):
+        if self._ranks.world_size > 1 and needs_closure(unwrapped(optimizer)):
             # By the loss, the optimizer decides how far to step, and whether to call again. All ranks need the same.
             closure = functools.partial(self._mean_loss, closure)
         try:

@@ -60,7 +60,7 @@ class Ranks(Part):
         module_called: Returns the submodule that is being called, for logs of other ranks. Empty if it is not known.
     """
 
-    _of_one_training = frozenset({"_known_liveness", "_known_messages", "_waits"})
+    _of_one_training = frozenset({"_liveness", "_known_messages", "_waits"})
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Ranks(Part):
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
-        self._known_liveness: Liveness | None = None
+        self._liveness: Any = None
+        """Since this process has joined the others, the :class:`Liveness` by which ranks report after a fault."""
         self._known_messages: ControlMessages | None = None
         self._waits: Waits | None = None
         self._ended = _ENDED
@@ -95,7 +96,7 @@ class Ranks(Part):
     @property
     def have_joined(self) -> bool:
         """Whether this process has joined the other ranks."""
-        return self._known_liveness is not None
+        return self._liveness is not None
 
     @property
     def groups(self) -> ProcessGroups:
@@ -118,13 +119,6 @@ class Ranks(Part):
         if self._known_messages is None:
             self._known_messages = ControlMessages(self.control)
         return self._known_messages
-
-    @property
-    def liveness(self) -> Liveness:
-        """The store entries by which ranks report after a fault."""
-        if self._known_liveness is None:
-            raise AssertionError("ranks were asked for that have not been set up")
-        return self._known_liveness
 
     @property
     def is_interrupted(self) -> bool:
@@ -160,11 +154,11 @@ class Ranks(Part):
             )
         self._ended, self._has_aborted = _ENDED, False
         # The agreement below may fail: until it ends, a name that needs no agreement.
-        self._known_liveness = Liveness("set-up")
-        self._known_liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
+        self._liveness = Liveness("set-up")
+        self._liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
         warn_after = self._policy.stall_warning_seconds
         if warn_after is not None and self.world_size > 1:
-            name = self._known_liveness.name
+            name = self._liveness.name
             self._waits = Waits(name, self.flag, self.rank, self.world_size, warn_after, self._progress)
 
     @override
@@ -188,7 +182,7 @@ class Ranks(Part):
             log.error(f"{self.flag}, rank {self.rank}: the training ends by this exception:", exc_info=exception)
         missing: list[int] = []
         if among_ranks and is_of_a_collective(exception):
-            missing = self.liveness.missing("exception")
+            missing = self._liveness.missing("exception")
             if missing:
                 message = f"{names_of(missing).capitalize()} did not answer: ended, or stuck elsewhere."
                 log.error(f"{self.flag}, rank {self.rank}: {message}")
@@ -203,7 +197,7 @@ class Ranks(Part):
         if not self.is_interrupted or self.world_size == 1:
             return []
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return self.liveness.missing("save after an exception") or (others if self._has_aborted else [])
+        return self._liveness.missing("save after an exception") or (others if self._has_aborted else [])
 
     @override
     def teardown(self) -> None:
