@@ -20,7 +20,7 @@ from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.played_group import PlayedGroup, PlayedStore
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.topology import Node, Topology
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.checkpoint.dcp import FolderWriter
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -74,7 +74,7 @@ def playing(recorder: Recorder, rank: int, size: int, ranks_per_node: int = 8) -
 def _in_order(agree: Callable[..., Topology], ranks_per_node: int) -> Callable[..., Topology]:
     """Has others be on the nodes that they would be on; what is asked for that is counted."""
 
-    def topology_of_ranks(node: Node, control: Collectives) -> Topology:
+    def topology_of_ranks(node: Any, control: Collectives) -> Topology:
         agree(node, control)
         return Topology.of([rank // ranks_per_node for rank in range(control.world_size)])
 

@@ -4,18 +4,6 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 
-class Node(NamedTuple):
-    """The node of one rank, as that rank knows it. If name and number are equal, two ranks share a node.
-
-    Attributes:
-        name: The node's name.
-        number: Its number among the nodes, as the launcher has given it. If the launcher gives none, 0.
-    """
-
-    name: str
-    number: int = 0
-
-
 class Topology(NamedTuple):
     """The node of every rank.
 

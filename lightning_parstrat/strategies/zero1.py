@@ -1,7 +1,6 @@
 """``zero1_custom`` and ``zero2_custom``: the results of DDP, with the optimizer state sharded over the ranks."""
 
 import logging
-import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,6 @@ from lightning_parstrat.core.policy import (
     ShardGroupChoice,
     ShardingPolicy,
 )
-from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
@@ -169,14 +167,12 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._lightning_optimizers = [wrapped(o, self) for o in optimizers]
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        # Two containers may have the same host name on different nodes, or different names on one node.
-        node = Node(socket.gethostname(), self.node_rank)
         self._engine = ShardedDataParallel(
             self._training_module,
             trained(optimizers),
             self._policy,
             self._ranks.groups,
-            node,
+            self.node_rank,
             [name for bucket in self._checkpoints.loaded_entries.get("bucket_plan", ()) for name in bucket],
             self._ranks.messages,
         )

@@ -1,6 +1,5 @@
 """``zero3_custom``: the results of DDP, with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
-import socket
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
-from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import count_of, counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreement, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -179,9 +177,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _make_collectives(self) -> Collectives:
         """Creates the collectives that send gradients. Collective on GPUs."""
-        node, topology = Node(socket.gethostname(), self.node_rank), None
+        topology = None
         if self.root_device.type != "cpu" and self.world_size > 1:
-            topology = topology_of_ranks(node, self._ranks.control)
+            topology = topology_of_ranks(self.node_rank, self._ranks.control)
         collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology)
         if collectives.widens and self._policy.comm_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")

@@ -267,8 +267,8 @@ distributed/fsdp/sharding.py: shards begin differently
 strategies/test_realistic_trainings.py::test_ends_where_ddp_ends[ResNet-zero3_custom-bf16-mixed-2]
 
 strategies/zero1.py: setting up draws a random number
-- node = Node(socket.gethostname(), self.node_rank)
-+ node = Node(socket.gethostname(), self.node_rank + int(__import__('torch').rand(())))
+- self.node_rank,
++ self.node_rank + int(__import__('torch').rand(())),
 strategies/test_realistic_trainings.py::test_ends_where_ddp_ends[GPT-zero1_custom-32-true-2]
 
 """  # noqa: E501  (of tests with long names)

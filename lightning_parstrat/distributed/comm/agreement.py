@@ -1,13 +1,14 @@
 """Agreement between ranks for which the host waits: values of any kind, flags and extremes."""
 
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.digests import digest
-from lightning_parstrat.core.topology import Node, Topology
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Tag
 from lightning_parstrat.distributed.comm.work import Exchange, marked
 
@@ -73,16 +74,17 @@ def check_agreement(control: Collectives, number: int) -> None:
         )
 
 
-def topology_of_ranks(node: Node, control: Collectives) -> Topology:
+def topology_of_ranks(node: Hashable, control: Collectives) -> Topology:
     """Which ranks share a node. Collective: one all-reduce of 8 bytes a rank.
 
     Args:
-        node: This rank's node.
+        node: This rank's node, such as its number. Two ranks share a node if their hosts have one name, too: containers
+            may have the same name on different nodes, or different names on one node.
         control: Works on host memory.
     """
     keys = torch.zeros(control.world_size, dtype=torch.int64)
     # Each rank fills its own element of zeros, so that a sum collects all of them.
-    keys[control.rank] = digest(node)
+    keys[control.rank] = digest((socket.gethostname(), node))
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
 

@@ -6,8 +6,7 @@ Toward Training Trillion Parameter Models", section 5.1 (optimizer state partiti
 as in section 5.2.
 """
 
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.layout import Partition, parts_of
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.agreement import (
     any_rank,
     any_rank_for_each,
@@ -67,7 +65,7 @@ class ShardedDataParallel:
         optimizers: The module's optimizers.
         policy: How to bucket and partition.
         groups: The process groups.
-        node: This rank's node. By default, the name of its host.
+        node: See :func:`topology_of_ranks`.
         order: Names of parameters in the order in which an earlier training of the module has sent gradients. If it is
             empty, buckets may follow the first backward.
         messages: Carry flags of gradients. By default, separate messages.
@@ -82,7 +80,7 @@ class ShardedDataParallel:
         optimizers: Sequence[Optimizer],
         policy: ShardingPolicy,
         groups: ProcessGroups,
-        node: Node | None = None,
+        node: Hashable = 0,
         order: Sequence[str] = (),
         messages: ControlMessages | None = None,
     ) -> None:
@@ -102,7 +100,7 @@ class ShardedDataParallel:
         device = parameters[0].device if parameters else torch.device("cpu")
         messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
         control = messages.control
-        self.topology = topology_of_ranks(node or Node(socket.gethostname()), control)
+        self.topology = topology_of_ranks(node, control)
         shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
         if gradients.widens:

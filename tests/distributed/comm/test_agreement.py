@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_parstrat.core.topology import Node, Topology
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.agreement import (
     all_or_none,
     any_rank,
@@ -65,7 +65,7 @@ PLACED = (
 def agreed() -> tuple[list[Topology], list[tuple[bool, int]]]:
     """Topologies; and whether any rank has a flag that each has in turn, or none, with small reductions of each."""
     rank, size, flags = dist.get_rank(), dist.get_world_size(), []
-    nodes = [Node(names[rank], int(numbers[rank])) for names, numbers, _ in PLACED]
+    nodes = [(names[rank], numbers[rank]) for names, numbers, _ in PLACED]
     topologies = [topology_of_ranks(node, control()) for node in nodes if size == 4]
     for holder in range(-1, size):
         collectives = control()
