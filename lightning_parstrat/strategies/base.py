@@ -107,9 +107,7 @@ class ComposedStrategy(DDPStrategy):
         )
         super().__init__(**kwargs)
         self._fit_report = Report(self, self.flag, self._traffic)
-        hooks = GradientHooks(
-            self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step, self._fit_report.say
-        )
+        hooks = GradientHooks(self._leaves, self._end_backward, self._before_step, self._fit_report.say)
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
@@ -137,13 +135,12 @@ class ComposedStrategy(DDPStrategy):
         """The tensors that a backward computes gradients for."""
         return self._training_module.parameters()
 
-    def _end_backward(self, ends_window: bool) -> None:
-        """Turns the mean over ranks that a window's backward has left into the mean over the window. Collective."""
+    def _end_backward(self, ends_window: bool, has_run: bool) -> None:
+        """Turns the mean over ranks that a window's backward has left into the mean over the window. Collective.
 
-    def _reduce_local_gradients(self) -> None:
-        """Sends the gradients that backwards have left in ``param.grad``. Collective.
-
-        Some strategies send them in the backward, and need not do anything here.
+        Args:
+            ends_window: Whether a step follows.
+            has_run: Whether there was a backward. If not, earlier ones of the window have left their gradients.
         """
 
     def _before_step(self) -> None:

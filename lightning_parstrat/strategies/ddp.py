@@ -240,7 +240,7 @@ class TunedDDPStrategy(ComposedStrategy):
             self._trained.begin_backward(closure_loss, sends)
 
     @override
-    def _end_backward(self, ends_window: bool) -> None:
+    def _end_backward(self, ends_window: bool, has_run: bool) -> None:
         """Multiplies all gradients if their mean over ranks is not the window's: one pass, in those steps alone."""
         if not ends_window:
             return

@@ -276,14 +276,10 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._engine.prepare_backward(closure_loss, self._accumulation.scale)
 
     @override
-    def _end_backward(self, ends_window: bool) -> None:
+    def _end_backward(self, ends_window: bool, has_run: bool) -> None:
         if self._engine is not None:
-            self._engine.end_backward(self._accumulation.scale)
-
-    @override
-    def _reduce_local_gradients(self) -> None:
-        if self._engine is not None:
-            self._engine.reduce_local_gradients(self._accumulation.scale)
+            ends = self._engine.end_backward if has_run else self._engine.reduce_local_gradients
+            ends(self._accumulation.scale)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

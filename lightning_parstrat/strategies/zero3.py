@@ -236,7 +236,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise
 
     @override
-    def _end_backward(self, ends_window: bool) -> None:
+    def _end_backward(self, ends_window: bool, has_run: bool) -> None:
         """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
         self._fsdp_module.free_after_backward()
         if ends_window:

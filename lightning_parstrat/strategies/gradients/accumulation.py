@@ -39,15 +39,14 @@ class GradientHooks(NamedTuple):
 
     Attributes:
         leaves: Returns the tensors that a backward computes gradients for. Usually these are all parameters.
-        end_backward: Called once after every backward, with whether its gradients are those of a whole window.
-        reduce_local: Sends the gradients in ``param.grad`` that no backward has sent.
+        end_backward: Called once after every backward, with whether its gradients are those of a whole window, and
+            with True. With False if a window's last micro-batch had no backward, which would have sent its gradients.
         before_step: Called between the closure and the optimizer's step.
         say: Logs a line once, with whether it is a warning.
     """
 
     leaves: Callable[[], Iterable[Tensor]]
-    end_backward: Callable[[bool], None]
-    reduce_local: Callable[[], None]
+    end_backward: Callable[[bool, bool], None]
     before_step: Callable[[], None]
     say: Callable[[str, bool], None]
 
@@ -168,7 +167,7 @@ class Accumulation(Part):
             self._loss_hook = None
         if self._weights is not None:
             self._weights.end_backward()
-        self._hooks.end_backward(not self.accumulates)
+        self._hooks.end_backward(not self.accumulates, True)
 
     def _complete_window(self, closure: Callable[[], Any]) -> Any:
         """Calls a closure. Reduces and scales gradients if the last micro-batch of a window had no backward.
@@ -179,8 +178,7 @@ class Accumulation(Part):
         waits = self.scale is None and not self.accumulates and self._has_backward
         if waits and self._module.automatic_optimization:
             self.scale = functools.cache(self._scale_of_window)
-            self._hooks.reduce_local()
-            self._hooks.end_backward(True)
+            self._hooks.end_backward(True, False)
         self._hooks.before_step()
         return loss
 
