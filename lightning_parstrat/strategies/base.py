@@ -352,13 +352,6 @@ class ComposedStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     @override
-    def on_validation_end(self) -> None:
-        """Ends a validation."""
-        super().on_validation_end()
-        for part in self._parts:
-            part.on_validation_end()
-
-    @override
     def on_train_end(self) -> None:
         """Ends the training."""
         super().on_train_end()

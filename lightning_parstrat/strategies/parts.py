@@ -49,9 +49,6 @@ class Part:
     def on_train_start(self) -> None:
         """Called before the first batch, after the callbacks' and the module's `on_train_start`. Collective."""
 
-    def on_validation_end(self) -> None:
-        """Called when a validation has ended. Collective."""
-
     def on_train_end(self) -> None:
         """Called when training has ended. Collective."""
 

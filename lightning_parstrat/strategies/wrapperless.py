@@ -95,6 +95,12 @@ class WrapperlessDDPStrategy(DDPStrategy):
         self._buffers.before_validation_step()
         return super().validation_step(*args, **kwargs)
 
+    @override
+    def on_validation_end(self) -> None:
+        """Takes part in the broadcast of a validation that this rank had no batch for."""
+        super().on_validation_end()
+        self._buffers.before_validation_step()
+
 
 class EvenBatches(Part):
     """Lets all ranks draw equally many training batches, so that no rank waits for one that has ended.
@@ -179,11 +185,6 @@ class Buffers(Part):
             broadcast_buffers(self._module, self._ranks.groups.gradients)
         sends = torch.is_grad_enabled() and not self._accumulation.accumulates
         self._are_due = sends and self._module.automatic_optimization
-
-    @override
-    def on_validation_end(self) -> None:
-        """Takes part in the broadcast of a validation that this rank had no batch for."""
-        self.before_validation_step()
 
     @override
     def teardown(self) -> None:
