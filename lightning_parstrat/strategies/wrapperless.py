@@ -25,7 +25,7 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class WrapperlessDDPStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without torch's DDP wrapper. Subclasses have a ``flag`` and buffers.
+    """DDP's processes, samplers and devices, without torch's DDP wrapper. Subclasses have a ``flag``.
 
     Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
     program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
@@ -45,7 +45,7 @@ class WrapperlessDDPStrategy(DDPStrategy):
         start_method: How the processes are launched.
     """
 
-    _buffers: "Buffers"
+    _equal: "EqualRanks"
 
     def __init__(
         self,
@@ -86,51 +86,26 @@ class WrapperlessDDPStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step."""
-        self._buffers.before_step()
+        self._equal.before_step()
         return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        self._buffers.before_validation_step()
+        self._equal.before_validation_step()
         return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         """Takes part in the broadcast of a validation that this rank had no batch for."""
         super().on_validation_end()
-        self._buffers.before_validation_step()
+        self._equal.before_validation_step()
 
 
-class EvenBatches(Part):
-    """Lets all ranks draw equally many training batches, so that no rank waits for one that has ended.
+class EqualRanks(Part):
+    """Gives all ranks equally many training batches, and rank 0's buffers whenever DDP would broadcast them.
 
-    Args:
-        strategy: The strategy that it is a part of.
-        ranks: The strategy's ranks.
-    """
-
-    def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
-        super().__init__(strategy)
-        self._ranks = ranks
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns the stand-in for a training loader. Collective."""
-        if self._ranks.world_size == 1 or not self._trainer.training:
-            return dataloader
-        return make_even(dataloader, self._ranks.control, _allows_empty(self._module))
-
-    @override
-    def teardown(self) -> None:
-        """Replaces the stand-ins in the user's `CombinedLoader` by the user's own data loaders."""
-        trainer = trainer_of(self._strategy.lightning_module)
-        if trainer is not None:
-            replace_loaders(trainer, users_own)
-
-
-class Buffers(Part):
-    """Broadcasts rank 0's buffers to all ranks whenever DDP would.
+    So no rank waits for one that has ended.
 
     Args:
         strategy: The strategy that it is a part of.
@@ -154,14 +129,14 @@ class Buffers(Part):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Compares how many batches ranks evaluate, if the module allows ranks without any. Collective then."""
-        length = sized_len(dataloader)
-        if (
-            self._ranks.world_size > 1
-            and not self._trainer.training
-            and _allows_empty(self._module)
-            and length is not None
-        ):
+        """Returns the stand-in for a training loader. Compares how many batches are evaluated, if some have none."""
+        if self._ranks.world_size == 1:
+            return dataloader
+        sources, length = (self._module, self._trainer.datamodule), sized_len(dataloader)
+        allows_empty = any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in sources)
+        if self._trainer.training:
+            return make_even(dataloader, self._ranks.control, allows_empty)
+        if allows_empty and length is not None:
             most, least = extremes_over_ranks(length, self._ranks.control)
             self._validated_by_some |= least == 0 < most
         return dataloader
@@ -188,10 +163,8 @@ class Buffers(Part):
 
     @override
     def teardown(self) -> None:
-        """Broadcasts nothing until the next training."""
+        """Broadcasts nothing until the next training, and gives the user's `CombinedLoader` its own loaders again."""
         self._exist = self._validated_by_some = False
-
-
-def _allows_empty(module: Any) -> bool:
-    sources = (module, module.trainer.datamodule)
-    return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in sources)
+        trainer = trainer_of(self._strategy.lightning_module)
+        if trainer is not None:
+            replace_loaders(trainer, users_own)

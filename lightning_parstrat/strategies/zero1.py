@@ -33,7 +33,7 @@ from lightning_parstrat.strategies.gradients.observers import (
 )
 from lightning_parstrat.strategies.lightning_compat import trained, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, named, not_sharded, sharded_by
-from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
+from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._in_training = False
         self._failed = False
         super().__init__(**kwargs)
-        self._buffers = Buffers(self, self._ranks, self._accumulation)
-        self._parts += [EvenBatches(self, self._ranks), self._buffers]
+        self._equal = EqualRanks(self, self._ranks, self._accumulation)
+        self._parts.append(self._equal)
 
     @override
     def configure_ddp(self) -> None:
@@ -178,7 +178,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         )
         if self._engine.policy.comm_dtype != self._policy.comm_dtype:
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
-        self._buffers.begin()
+        self._equal.begin()
         if self._in_training:
             self._prepare_for_users_of_gradients()
 

@@ -42,7 +42,7 @@ from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
-from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
+from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
 
@@ -103,9 +103,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._sharded: ShardedModule | None = None
         self._loads_after_setup: bool | None = None
         super().__init__(**kwargs)
-        self._buffers = Buffers(self, self._ranks, self._accumulation)
+        self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
-        self._parts += [EvenBatches(self, self._ranks), self._buffers, self._steps]
+        self._parts += [self._equal, self._steps]
 
     @override
     def _make_training_state(self) -> TrainingState:
@@ -162,7 +162,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         else:
             check_same_module(module, self._ranks.groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
-        self._buffers.begin()
+        self._equal.begin()
         self._sharded = ShardedModule(
             module,
             self._make_collectives(),
