@@ -28,7 +28,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import Preemption
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
-from lightning_parstrat.strategies.evaluation import ExactEvaluation
+from lightning_parstrat.strategies.evaluation import leave_out_padding
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
 from lightning_parstrat.strategies.launch.elastic import adopt_started, started_ranks
@@ -106,6 +106,7 @@ class ComposedStrategy(DDPStrategy):
             stall_warning_seconds=stall_warning_seconds,
         )
         super().__init__(**kwargs)
+        self._is_exact = exact_evaluation
         self._fit_report = Report(self, self.flag, self._traffic)
         hooks = GradientHooks(self._leaves, self._end_backward, self._before_step, self._fit_report.say)
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
@@ -118,7 +119,6 @@ class ComposedStrategy(DDPStrategy):
             self._ranks,
             self._resume,
             self._checkpoints,
-            *([ExactEvaluation(self)] if exact_evaluation else []),
             self._accumulation,
             Preemption(self, self._ranks, self._resume, self.wait_for_saves),
             self._fit_report,
@@ -285,6 +285,8 @@ class ComposedStrategy(DDPStrategy):
         """Prepares a loader of training or evaluation. Collective."""
         # A module may return the same loaders in every epoch. Then this is the stand-in of the epoch before.
         dataloader = super().process_dataloader(users_own(dataloader))
+        if self._is_exact:
+            leave_out_padding(self._training_module.trainer, dataloader)
         for part in self._parts:
             dataloader = part.process_dataloader(dataloader)
         return dataloader

@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns, trainer_of
+from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns
 from lightning_parstrat.strategies.parts import Part
 
 _UNKNOWN = 2**60
@@ -35,32 +35,22 @@ _NO_BATCH = object()
 _GATHERS = "zero3_custom gathers parameters from all ranks in every step"
 
 
-class ExactEvaluation(Part):
-    """Lets validation and test see each sample once."""
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets an evaluation's loader yield no sample twice."""
-        is_evaluated = self._strategy.world_size > 1 and evaluated_by(trainer_of(self._module)) is not None
-        if is_evaluated and isinstance(dataloader, DataLoader):
-            leave_out_padding(dataloader)
-        return dataloader
+def _evaluates(trainer: Trainer) -> bool:
+    """Whether an evaluation runs or is being set up."""
+    return trainer.state.stage not in (None, RunningStage.TRAINING)
 
 
-def evaluated_by(trainer: Trainer | None) -> RunningStage | None:
-    """The evaluation that runs or is being set up. None in training."""
-    stage = None if trainer is None else trainer.state.stage
-    return None if stage == RunningStage.TRAINING else stage
+def leave_out_padding(trainer: Trainer, dataloader: Any) -> None:
+    """Makes the distributed sampler of an evaluation's loader draw each sample once, on one rank.
 
-
-def leave_out_padding(dataloader: DataLoader[Any]) -> None:
-    """Makes a distributed sampler draw each sample once, on one rank. Lightning repeats some to make ranks equal.
-
-    Other samplers are left, and so is one that leaves samples out rather than repeat some (``drop_last=True``).
+    Lightning repeats some to make ranks equal. Other samplers are left, and so is one that leaves samples out rather
+    than repeat some (``drop_last=True``).
 
     Raises:
         MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
     """
+    if not _evaluates(trainer) or not isinstance(dataloader, DataLoader):
+        return
     # If the user has a batch sampler, Lightning puts its sampler into that, and leaves the loader's own sampler.
     found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
     sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
@@ -107,9 +97,9 @@ class StepsOfAllRanks(Part):
             MisconfigurationException: Some ranks have a batch and some have none.
         """
         trainer, control = self._trainer, self._ranks.control
-        if evaluated_by(trainer) is None:
+        if not _evaluates(trainer):
             return dataloader
-        prefix = trainer.state.stage.dataloader_prefix if trainer.state.stage is not None else ""
+        prefix = trainer.state.stage.dataloader_prefix
         length = sized_len(dataloader)
         with watching("the comparison of all ranks' data loaders"):
             most, least = extremes_over_ranks(_UNKNOWN if length is None else length, control)
