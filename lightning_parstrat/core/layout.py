@@ -185,9 +185,7 @@ def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> t
     owners = _choose_owners(parameters, policy.world_size)
     layouts = []
     for members in groups:
-        specs = [(index, parameters[index]) for index in members]
-        is_cut = specs[0][1].partition == "element"
-        layouts.append(_cut_anywhere(specs, policy) if is_cut else _keep_uncut(specs, owners, policy))
+        layouts.append(_lay_out([(index, parameters[index]) for index in members], owners, policy))
     return tuple(layouts)
 
 
@@ -217,21 +215,6 @@ def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[li
     return closed + list(open_buckets.values())
 
 
-def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
-    """Places one parameter after the other. The shards' boundaries may fall inside a parameter."""
-    itemsize = members[0][1].itemsize
-    alignment = max(1, policy.alignment_bytes // itemsize)
-    slots, end = [], 0
-    for index, spec in members:
-        offset = _round_up(end, alignment)
-        slots.append(Slot(index, offset, spec.numel))
-        end = offset + spec.numel
-    # At least one element, so that empty parameters need no special case. A multiple of the alignment times the world
-    # size, so that all shards are equal and aligned.
-    numel = _round_up(max(end, 1), alignment * policy.world_size)
-    return BucketLayout(tuple(slots), even_bounds(numel, policy.world_size), itemsize)
-
-
 def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> dict[int, int]:
     """The rank that owns each uncut parameter: the largest first, to the rank with the fewest elements (bin packing).
 
@@ -248,30 +231,31 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> dict
     return owners
 
 
-def _keep_uncut(
-    members: list[tuple[int, ParameterSpec]], owners: Mapping[int, int], policy: LayoutPolicy
-) -> BucketLayout:
-    """Places the parameters of one rank after those of another. A rank that owns none has an empty shard.
+def _lay_out(members: list[tuple[int, ParameterSpec]], owners: Mapping[int, int], policy: LayoutPolicy) -> BucketLayout:
+    """Places one parameter after the other. If they have owners, those of one rank after those of another.
 
-    The last rank is an exception: its shard has the padding. Collectives carry equal parts (see
-    ``distributed/comm/collectives.py``).
+    Without owners, the shards are equal, and their boundaries may fall inside a parameter. With owners, a rank that
+    owns none has an empty shard. The last rank is an exception: its shard has the padding. Collectives carry equal
+    parts (see ``distributed/comm/collectives.py``).
     """
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
     starts: dict[int, int] = {}
-    bounds, end = [0], 0
-    by_owner: dict[int, list[tuple[int, ParameterSpec]]] = {}
-    for index, spec in members:
-        by_owner.setdefault(owners[index], []).append((index, spec))
-    for rank in range(policy.world_size):
-        for index, spec in by_owner.get(rank, []):
-            starts[index] = end
-            end = _round_up(end + spec.numel, alignment)
-        bounds.append(end)
-    # At least one element, as in `_cut_anywhere`.
-    bounds[-1] = _round_up(max(end, 1), alignment * policy.world_size)
+    ends: dict[int | None, int] = {}
+    end = 0
+    for index, spec in sorted(members, key=lambda member: owners.get(member[0], 0)):
+        starts[index] = end
+        ends[owners.get(index)] = end = _round_up(end + spec.numel, alignment)
+    # At least one element, so that empty parameters need no special case. A multiple of the alignment times the world
+    # size, so that all equal parts are aligned.
+    numel = _round_up(max(end, 1), alignment * policy.world_size)
     slots = tuple(Slot(index, starts[index], spec.numel) for index, spec in members)
-    return BucketLayout(slots, tuple(bounds), itemsize)
+    if None in ends:
+        return BucketLayout(slots, even_bounds(numel, policy.world_size), itemsize)
+    bounds = [0]
+    for rank in range(policy.world_size - 1):
+        bounds.append(ends.get(rank, bounds[-1]))
+    return BucketLayout(slots, (*bounds, numel), itemsize)
 
 
 def _round_up(value: int, multiple: int) -> int:
