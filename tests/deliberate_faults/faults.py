@@ -22,8 +22,8 @@ class Fault(NamedTuple):
 
 _TEXT = r"""
 core/layout.py: parameters are not aligned
-- offset = _round_up(end, alignment)
-+ offset = end
+- ends[owners.get(index)] = end = _round_up(end + spec.numel, alignment)
++ ends[owners.get(index)] = end = end + spec.numel
 core/test_layout.py
 
 core/layout.py: a bucket grows beyond the cap
