@@ -43,10 +43,8 @@ def add_trust(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace, program: list[str]) -> int:
+def run(arguments: Namespace) -> int:
     """Writes the file. See :func:`main`."""
-    if program:
-        raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     source, destination = Path(arguments.source), Path(arguments.destination)
     if destination.is_dir():
         raise UsageError(f"{destination} is a folder. OUT must be the file to write.")

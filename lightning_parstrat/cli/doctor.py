@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.first_meeting import backend_here, meet
 from lightning_parstrat.distributed.comm.open_files import files_needed, most_open_files
@@ -57,10 +56,8 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def run(arguments: Namespace, program: list[str]) -> int:
+def run(arguments: Namespace) -> int:
     """Prints the checks. The exit code is 1 if one of them fails."""
-    if program:
-        raise UsageError("doctor looks at no program: leave out what follows `--`.")
     rank, size = _place(os.environ)
     if size == 1:
         return _as_two_ranks(arguments.json)

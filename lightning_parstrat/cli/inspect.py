@@ -37,10 +37,8 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def run(arguments: Namespace, program: list[str]) -> int:
+def run(arguments: Namespace) -> int:
     """Prints the content of the checkpoint. See :func:`main`."""
-    if program:
-        raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     path = Path(arguments.checkpoint)
     if not path.exists():
         raise UsageError(f"There is no {path}.")

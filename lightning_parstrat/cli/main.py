@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((word for word in own if word in COMMANDS), None)
     parsed = _make_parser(command).parse_args(own)
     try:
-        return int(_module(parsed.command).run(parsed, program))
+        if program and parsed.command != "slurm":
+            raise UsageError(f"nothing is expected after `--`, got {' '.join(program)!r}.")
+        parsed.program = program
+        return int(_module(parsed.command).run(parsed))
     except UsageError as error:
         print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)
         return 2

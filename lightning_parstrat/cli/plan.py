@@ -53,14 +53,12 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def run(arguments: Namespace, program: list[str]) -> int:
+def run(arguments: Namespace) -> int:
     """Prints the estimates. The exit code is 1 if no strategy fits.
 
     Raises:
         UsageError: The configuration does not name a module, or an argument is invalid.
     """
-    if program:
-        raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
     if not 0 <= arguments.reserve < 1:
         raise UsageError(f"--reserve {arguments.reserve:g}: write a part of the memory, such as 0.2: 0 <= reserve < 1.")
     training, optimizer = _training(arguments)

@@ -86,12 +86,13 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def run(arguments: Namespace, program: list[str]) -> int:
+def run(arguments: Namespace) -> int:
     """Prints or submits the job.
 
     Raises:
         UsageError: An argument cannot be written into a job file, or Slurm refuses the job.
     """
+    program = arguments.program
     _check(arguments, program)
     text, notes, folder = render(arguments, program), [], Path.cwd()
     if not _takes_trainers_arguments(program):
