@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import UsageError
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.durable_files import with_errors_of_the_disk, written_durably

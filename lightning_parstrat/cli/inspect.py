@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
-from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import table
+from lightning_parstrat.cli.text import UsageError, table
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.core.wording import amount, counted
 from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint

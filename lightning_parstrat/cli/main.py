@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_parstrat._version import __version__
-from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import UsageError
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.planned_module import read_module, values_of
-from lightning_parstrat.cli.text import positive, table
+from lightning_parstrat.cli.text import UsageError, positive, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups

@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parstrat._namespaces import PACKAGES
-from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import import_class
+from lightning_parstrat.cli.text import UsageError, import_class
 from lightning_parstrat.core.footprint import PRECISIONS, Training
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte

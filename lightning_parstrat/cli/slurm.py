@@ -14,8 +14,7 @@ from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import positive
+from lightning_parstrat.cli.text import UsageError, positive
 from lightning_parstrat.core.wording import counted
 
 _DESCRIPTION = """

@@ -1,10 +1,12 @@
-"""Formatting of output, numbers of arguments, and classes by name."""
+"""Formatting of output, numbers of arguments, classes by name, and the error of wrong usage."""
 
 import importlib
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from lightning_parstrat.cli.errors import UsageError
+
+class UsageError(Exception):
+    """Wrong usage: says what was given, what is allowed, and what to do. Ends the command with exit code 2."""
 
 
 def positive(text: str) -> int:
