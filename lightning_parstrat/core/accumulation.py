@@ -59,8 +59,9 @@ def gradient_scale(*, accumulate: int, micro_batches: int, total: float, partial
     Returns:
         K / total, which without weights is exactly 1 / N for a full window on N ranks. With ``"lightning"``, k / total.
     """
-    # A batch may be all padding. Its gradients are 0, and 0 / 0 would make them NaN.
-    if total == 0:
+    # A batch may be all padding. Its gradients are 0, and 0 / 0 would make them NaN. A window without a batch is no
+    # such case: it ends with an error.
+    if total == 0 and micro_batches > 0:
         return 0.0
     counted = micro_batches if partial_window == "lightning" else accumulate
     return counted / total

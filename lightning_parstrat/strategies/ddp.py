@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
@@ -277,13 +278,15 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Names the flag of this strategy that finds unused parameters, if torch has waited for some."""
+        """Names the parameters that were not used, and the flag of this strategy that finds them."""
         said, *rest = exception.args or ("",)
         if isinstance(said, str) and "Expected to have finished reduction in the prior iteration" in said:
+            unused = [] if self._trained is None else self._trained.names_without_gradient()
+            named = f" On rank {self.global_rank} these have no gradient: {listed(unused)}." if unused else ""
             # Instead of Lightning's text, which would name a flag of another strategy.
             advice = (
                 "Some parameters were not used for the loss that `training_step` returned, or the program has caught an"
-                " exception in a backward. DDP waits for them. If it is intended that they are not used, take"
+                f" exception in a backward. DDP waits for them.{named} If it is intended that they are not used, take"
                 f" `strategy='{self.flag}_find_unused_parameters_true'`, or"
                 f" `strategy={type(self).__name__}(find_unused_parameters=True)`. After an exception, let it end the"
                 " training, or take `strategy='zero1_custom'`."

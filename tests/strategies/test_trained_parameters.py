@@ -384,10 +384,11 @@ def advice() -> str:
     return str(caught.value)
 
 
-def test_what_finds_unused_parameters_under_this_strategy_is_named(pool: RankPool) -> None:
+def test_unused_parameters_are_named_and_what_finds_them_under_this_strategy(pool: RankPool) -> None:
     for said in pool.run(2, advice):
         assert "'ddp_tuned_find_unused_parameters_true'" in said
         assert "TunedDDPStrategy(find_unused_parameters=True)" in said
+        assert "these have no gradient: never.weight, never.bias." in said
 
 
 class AdaptsInTest(zoo.MLP):

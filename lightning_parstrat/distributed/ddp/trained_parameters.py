@@ -170,6 +170,10 @@ class TrainedParameters:
             hook.remove()
         self._hooks.clear()
 
+    def names_without_gradient(self) -> list[str]:
+        """Names of parameters that the reducer sends and that have no gradient now. Not collective."""
+        return [self._names[one] for one in self.sent if one.grad is None]
+
     def _is_as_read(self) -> bool:
         held = list(chain.from_iterable(self._views))
         # Not `==`, which compares tensors by element.

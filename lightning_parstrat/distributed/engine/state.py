@@ -172,12 +172,13 @@ def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], 
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
+def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
     """Raises an error for state of other parameters, if the shapes differ. Not collective.
 
     Args:
         optimizer: Sharded or not. If it is not element-wise, its state may have any shapes.
         state_dict: The state to load, in torch's own format. Tensors may be on the meta device.
+        names: The names of the parameters.
 
     Raises:
         ValueError: A tensor has another shape than its parameter.
@@ -189,9 +190,10 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
         for key, value in state_dict["state"].get(identifier, {}).items() if is_elementwise else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
                 raise ValueError(
-                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for a parameter of shape"
-                    f" {tuple(parameter.shape)}. `configure_optimizers` must give {type(optimizer).__name__} the same"
-                    " parameters, in the same order, as when it was saved."
+                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
+                    f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}."
+                    f" `configure_optimizers` must give {type(optimizer).__name__} the same parameters, in the same"
+                    " order, as when it was saved."
                 )
 
 

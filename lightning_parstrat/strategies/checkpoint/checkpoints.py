@@ -274,7 +274,7 @@ class Checkpoints(Part):
         """Gives each optimizer its state. Each rank keeps its part.
 
         Raises:
-            ValueError: The state belongs to other optimizers, or to parameters of other shapes.
+            ValueError: The state belongs to other optimizers or other parameters. The message names them.
         """
         states, optimizers = checkpoint["optimizer_states"], self._state.optimizers
         if not states and optimizers:
@@ -284,8 +284,10 @@ class Checkpoints(Part):
                 f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"
                 f" {len(optimizers)}. `configure_optimizers` must return as many as when it was saved."
             )
+        module = self._strategy.lightning_module
+        names = {} if module is None else {parameter: name for name, parameter in module.named_parameters()}
         for optimizer, state in zip(optimizers, states, strict=False):
-            check_shapes(optimizer, state)
+            check_shapes(optimizer, state, names)
             if not is_sharded(optimizer):
                 # No other optimizer steps master weights. They would be read whole.
                 state = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
@@ -294,7 +296,7 @@ class Checkpoints(Part):
             optimizer.load_state_dict(self._state.own_part(optimizer, state, is_mapped=self._loaded is None))
             _to_device(optimizer, self._strategy.root_device)
         self._loaded = None
-        trainer = trainer_of(self._strategy.lightning_module)
+        trainer = trainer_of(module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Not earlier, because Lightning makes the training's loaders next.
             self._resume.before_loaders()

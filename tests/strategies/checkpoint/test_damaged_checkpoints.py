@@ -92,7 +92,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "another shape": (
         "full",
         changed(other_shape),
-        r"'exp_avg' of shape \(7, 3\) for a parameter of shape \(6, 1, 3, 3\)",
+        r"'exp_avg' of shape \(7, 3\) for 'conv\.weight', which has shape \(6, 1, 3, 3\)",
     ),
     "other groups": ("full", changed(other_groups), "parameter groups of sizes"),
     "other weights": ("full", changed(other_weights), r"Missing key\(s\) .*conv\.weight.*Unexpected .*renamed"),
