@@ -1,5 +1,6 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
+from abc import abstractmethod
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class WrapperlessDDPStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without torch's DDP wrapper. Subclasses have a ``flag``.
+    """DDP's processes, samplers and devices, without torch's DDP wrapper.
 
     Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
     program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
@@ -46,6 +47,11 @@ class WrapperlessDDPStrategy(DDPStrategy):
     """
 
     _equal: "EqualRanks"
+
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name that the strategy is registered under. Messages begin with it."""
 
     def __init__(
         self,
