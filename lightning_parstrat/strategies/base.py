@@ -439,6 +439,6 @@ class ComposedStrategy(DDPStrategy):
         """Gives each optimizer its state. Each rank keeps its part.
 
         Raises:
-            ValueError: The state belongs to other optimizers, or to parameters of other shapes.
+            ValueError: The state belongs to other optimizers or other parameters. The message names them.
         """
         self._checkpoints.load_optimizers(checkpoint)
