@@ -49,7 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _ranks(item: pytest.Item) -> int:
     """How many a test says it has; most that do not say have two."""
     callspec = getattr(item, "callspec", None)
-    return 2 if callspec is None else callspec.params.get("world_size", 2)
+    size = 2 if callspec is None else callspec.params.get("world_size", 2)
+    # A table without rows for this device has a mark in the place of a number.
+    return size if isinstance(size, int) else 2
 
 
 @pytest.fixture

@@ -80,6 +80,10 @@ class RankPool:
             raise RankError("\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failed.items())))
         return [results[rank][1] for rank in range(world_size)]
 
+    def rejoin(self) -> None:
+        """Makes a new process group before the next run: an error may have ended NCCL's."""
+        self._joined = 0
+
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str | None, Any]]:
         deadline = time.monotonic() + timeout
         results: dict[int, tuple[str | None, Any]] = {}

@@ -161,7 +161,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             broadcast_buffers(module, self._ranks.groups.gradients)
         else:
             check_same_module(module, self._ranks.groups.control)
-        check_parameters(module, [p for p in module.parameters() if not p.is_meta])
+        check_parameters(module, [p for p in module.parameters() if not (p.is_meta or holds_shards(p))])
         self._equal.begin()
         self._sharded = ShardedModule(
             module,

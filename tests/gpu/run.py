@@ -145,7 +145,10 @@ def results_of(file: str, said: str, code: int | None) -> list[Result]:
     if collected is None:
         return [Result(file, FAILED if code is not None else TIMED_OUT, said[-6000:])]
     more = int(collected[1]) - int(collected[2] or 0) - len(found)
-    return [*found.values(), *([Result(f"{file}: {more} more", NOT_RUN, "no time was left")] if more > 0 else [])]
+    if more <= 0:
+        return [*found.values()]
+    rest = Result(f"{file}: {more} more", NOT_RUN, "no time was left")
+    return [*found.values(), rest if code is None else rest._replace(outcome=FAILED, reason=said[-3000:])]
 
 
 def _errors(said: str, test: str) -> str:

@@ -67,6 +67,8 @@ def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(
             **{"RANK": str(rank), "GROUP_RANK": str(rank), "NODE_RANK": str(rank), "WORLD_SIZE": "2"},
             **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             **{"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"},
+            # After an error of NCCL's, torch keeps the process for four times as long.
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
         }
         command = [sys.executable, "-m", "tests.gpu.out_of_memory", two.device, where, stage]
         with logs[rank].open("w") as log:

@@ -417,7 +417,7 @@ def assigning(hook: str, only_rank: int | None = None, then_saves: bool = False)
 
     def assign(module: Any, *_: Any) -> None:
         if only_rank in (None, module.global_rank):
-            module.blocks[1].linear.weight.data = torch.zeros(FEATURES, FEATURES)
+            module.blocks[1].linear.weight.data = torch.zeros(FEATURES, FEATURES, device=module.device)
         if then_saves:
             module.trainer.save_checkpoint("never written")
 

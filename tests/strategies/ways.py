@@ -317,7 +317,9 @@ def plan(on_device: bool = False) -> Iterator[Planned]:
                 if (name, way_name) in ALSO:
                     yield Planned(name, way_name, 2, True)
                 continue
-            sizes = [size for size in way.world_sizes if on_device or _allows(case, size)]
+            # A device's oracle is of as many ranks. An error may need several.
+            any_size = on_device and expected(case, way) == EQUAL
+            sizes = [size for size in way.world_sizes if any_size or _allows(case, size)]
             if not sizes:
                 continue
             size = sizes[(number // 3 + turn) % len(sizes)]

@@ -1,5 +1,6 @@
 """The ranks of a training: checks how many were started, joins them, and names missing ones."""
 
+import atexit
 import logging
 import uuid
 from collections.abc import Callable
@@ -153,6 +154,7 @@ class Ranks(Part):
                 " processes as `num_nodes * devices`, or correct these two arguments."
             )
         self._ended, self._has_aborted = _ENDED, False
+        atexit.unregister(abort_nccl)
         # The agreement below may fail: until it ends, a name that needs no agreement.
         self._liveness = Liveness("set-up")
         self._liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
@@ -180,6 +182,9 @@ class Ranks(Part):
         if among_ranks and isinstance(exception, Exception) and nccl_backends():
             # Lightning logs it later, when it has moved everything to the host.
             log.error(f"{self.flag}, rank {self.rank}: the training ends by this exception:", exc_info=exception)
+        if among_ranks and nccl_backends():
+            # Otherwise Lightning destroys the groups then, and NCCL waits for what other ranks have not launched.
+            atexit.register(abort_nccl)
         missing: list[int] = []
         if among_ranks and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
