@@ -24,6 +24,7 @@ ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
 WrapPolicy = Sequence[str | type[nn.Module]] | set[type[nn.Module]] | None
 CheckpointFormat = Literal["full", "sharded"]
+RankShares = Literal["equal", "auto"] | Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,39 @@ class FullShardingPolicy:
         check(self, "comm_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
         allowed = self.param_dtype in ("auto", "bf16", None)
         check(self, "param_dtype", allowed, "'auto', 'bf16', or None for the parameters' own dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivisionPolicy:
+    """How the samples of a step are divided among ranks. The base class ``ComposedStrategy`` documents the arguments.
+
+    Raises:
+        ValueError: A value is not allowed. The message contains the allowed ones.
+    """
+
+    rank_shares: RankShares = "equal"
+    max_share: float = 2.0
+    keep_global_batch: bool = False
+
+    def __post_init__(self) -> None:
+        shares, bound = self.rank_shares, self.max_share
+        numbers = list(shares) if isinstance(shares, (list, tuple)) else []
+        allowed = shares in ("equal", "auto") or all(is_number(one) and one > 0 for one in numbers or [0])
+        must_be = "'equal', 'auto', or a list with a positive number for each rank, such as [3, 1]"
+        check(self, "rank_shares", allowed, must_be)
+        check(self, "max_share", is_number(bound) and bound >= 1, "a number >= 1, such as 2.0")
+        check_flags(self, "keep_global_batch")
+        largest = max(numbers) * len(numbers) / sum(numbers) if numbers else 1.0
+        if largest > bound:
+            raise ValueError(
+                f"rank_shares={numbers!r} gives a rank {largest:.3g} times an equal share, and max_share={bound!r}"
+                " bounds the memory of a micro-batch. If it fits, set a larger max_share."
+            )
+
+    @property
+    def divides(self) -> bool:
+        """Whether samples are divided otherwise than by Lightning's sampler."""
+        return self.keep_global_batch or self.rank_shares != "equal"
 
 
 _IN_FLIGHT_ON_GPU = 4

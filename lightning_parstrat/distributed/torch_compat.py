@@ -366,17 +366,20 @@ def version_of(tensor: Tensor) -> int:
 
 
 def call_before_gathers(
-    module: nn.Module, before_forward: Callable[[], None], before_backward: Callable[[], None]
+    module: nn.Module, before_forward: Callable[[], Callable[[], None] | None], before_backward: Callable[[], None]
 ) -> None:
     """Calls back before a sharded module's forward gathers its parameters, and when a backward reaches its output.
 
-    It replaces earlier callbacks.
+    If ``before_forward`` returns a function, it is called when they are gathered. It replaces earlier callbacks.
     """
     group = _fsdp_group(module)
 
-    def begin(name: str, callback: Callable[[], None], *args: Any) -> Any:
-        callback()
-        return getattr(type(group), name)(group, *args)
+    def begin(name: str, callback: Callable[[], Callable[[], None] | None], *args: Any) -> Any:
+        gathered = callback()
+        result = getattr(type(group), name)(group, *args)
+        if gathered is not None:
+            gathered()
+        return result
 
     if group is not None:
         group.pre_forward = functools.partial(begin, "pre_forward", before_forward)

@@ -1,12 +1,14 @@
 """The base of all strategies: the parts of a strategy, and the order in which Lightning's calls reach them."""
 
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
@@ -19,7 +21,14 @@ from typing_extensions import override
 
 from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.core.accumulation import PartialWindow
-from lightning_parstrat.core.policy import CheckpointFormat, ClipScope, CommonPolicy, NonfiniteGradients
+from lightning_parstrat.core.policy import (
+    CheckpointFormat,
+    ClipScope,
+    CommonPolicy,
+    DivisionPolicy,
+    NonfiniteGradients,
+    RankShares,
+)
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
@@ -28,6 +37,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import Preemption
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
+from lightning_parstrat.strategies.data.rank_shares import DividedRanks, Timing
 from lightning_parstrat.strategies.evaluation import leave_out_padding
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
@@ -63,6 +73,13 @@ class ComposedStrategy(DDPStrategy):
         nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same.
             ``"skip"`` leaves parameters and optimizer state as they are, on all ranks. ``"raise"`` ends the training on
             all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
+        rank_shares: How the samples of a micro-batch are divided among ranks. ``"equal"`` gives all ranks as many.
+            ``"auto"`` measures the ranks in the first micro-batches, and gives fast ranks more. A list has a number for
+            each rank: ``[3, 1]`` gives rank 0 three times as many as rank 1. Results are those of equal shares, since
+            each loss counts by its samples.
+        max_share: The most that a rank may get of a micro-batch, in equal shares. It bounds the memory of activations.
+        keep_global_batch: Whether a training that resumes on another number of ranks keeps the samples of each step.
+            ``accumulate_grad_batches`` follows, as large as it must be for batches no larger than ``batch_size``.
         stall_warning_seconds: After how many seconds without progress a rank that waits for others logs one line. The
             line names the call or hook, and the missing ranks with the place that each has reached. ``None`` logs
             nothing before the ``timeout``.
@@ -93,8 +110,12 @@ class ComposedStrategy(DDPStrategy):
         norm_type: float | Literal["inf"] = 2.0,
         nonfinite_grads: NonfiniteGradients = "propagate",
         stall_warning_seconds: float | None = 15.0,
+        rank_shares: RankShares = "equal",
+        max_share: float = 2.0,
+        keep_global_batch: bool = False,
         **kwargs: Any,
     ) -> None:
+        division = DivisionPolicy(rank_shares=rank_shares, max_share=max_share, keep_global_batch=keep_global_batch)
         policy = CommonPolicy(
             state_dict_type=state_dict_type,
             async_save=async_save,
@@ -124,6 +145,20 @@ class ComposedStrategy(DDPStrategy):
             self._fit_report,
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
+        self._shares: DividedRanks | None = None
+        if division.divides:
+            timing = Timing(self._begin_timing, self._now)
+            self._shares = DividedRanks(
+                self,
+                self._ranks,
+                self._resume.divide,
+                division,
+                lambda: self._checkpoints.loaded_entries,
+                timing,
+                self._fit_report.say,
+            )
+            # Before the part that makes samplers.
+            self._parts.insert(1, self._shares)
 
     # What a strategy may override.
 
@@ -156,7 +191,21 @@ class ComposedStrategy(DDPStrategy):
 
     def _entries(self) -> dict[str, Any]:
         """The strategy's entries in a checkpoint, the same on all ranks."""
-        return {}
+        return {} if self._shares is None else self._shares.entry
+
+    def _begin_timing(self) -> Callable[[], float]:
+        """Returns when nothing is in flight that a forward would wait for. The forward comes next.
+
+        Returns:
+            Called after the forward, it returns the seconds for which the forward has gathered parameters.
+        """
+        return lambda: 0.0
+
+    def _now(self) -> float:
+        """A time in seconds, when the device has done its work."""
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+        return time.perf_counter()
 
     # What users may call.
 
@@ -310,8 +359,11 @@ class ComposedStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step, and keeps the weight of its loss."""
-        output = super().training_step(*args, **kwargs)
-        self._accumulation.note_output(output)
+        if self._shares is None:
+            output, samples = super().training_step(*args, **kwargs), None
+        else:
+            output, samples = self._shares.training_step(super().training_step, *args, **kwargs)
+        self._accumulation.note_output(output, samples)
         return output
 
     @override

@@ -1,7 +1,7 @@
 """``zero1_custom`` and ``zero2_custom``: the results of DDP, with the optimizer state sharded over the ranks."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -299,6 +299,12 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         finally:
             self._in_training = self._failed = False
             super().teardown()
+
+    @override
+    def _begin_timing(self) -> Callable[[], float]:
+        if self._engine is not None:
+            self._engine.gatherer.finish()
+        return super()._begin_timing()
 
     @override
     def _entries(self) -> dict[str, Any]:

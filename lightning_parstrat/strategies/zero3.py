@@ -1,6 +1,6 @@
 """``zero3_custom``: the results of DDP, with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -294,6 +294,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
         with watching("the comparison of modules that were evaluated"):
             self._fsdp_module.end_evaluation(self._ranks.control)
+
+    @override
+    def _begin_timing(self) -> Callable[[], float]:
+        sharded, gathers = self._fsdp_module, list[float]()
+
+        def time_gather() -> Callable[[], None]:
+            began = self._now()
+            return lambda: gathers.append(self._now() - began)
+
+        def end() -> float:
+            sharded.clock = None
+            return sum(gathers)
+
+        sharded.clock = time_gather
+        return end
 
     @override
     def _module_called(self) -> str:

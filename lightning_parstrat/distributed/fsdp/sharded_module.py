@@ -127,6 +127,8 @@ class ShardedModule:
         if is_new:
             shard(module, self._group, device, policy, by_child)
         self.units = [part for part in self._parts if part is not module]
+        self.clock: Callable[[], Callable[[], None]] | None = None
+        """Called before each gather of a forward. It returns a function that is called after the gather."""
         self.unit_called = ""
         """The name of the unit that this rank has called last. Between steps, empty."""
         self._zeroed: set[Tensor] = set()
@@ -174,8 +176,8 @@ class ShardedModule:
             note_forward = functools.partial(self._note_forward, number, names[unit])
             call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number, names[unit]))
         root = cast(FSDPModule, module)
-        if self._gathers_apart:
-            call_before_gathers(module, lambda: None, functools.partial(gather_after_writes, module))
+        after_writes = functools.partial(gather_after_writes, module) if self._gathers_apart else lambda: None
+        call_before_gathers(module, self._begin_gather, after_writes)
         # The rest of a training step may use the root's parameters after a backward of the user's own.
         root.set_reshard_after_backward(False, recurse=False)
         # An exception may have ended an earlier training while gradients accumulated.
@@ -240,16 +242,20 @@ class ShardedModule:
             gather_after_writes(self.units[number])
         self._gathered_in, self._versions[number] = place, version
 
-    def _note_forward(self, number: int, name: str) -> None:
+    def _begin_gather(self) -> Callable[[], None] | None:
+        return None if self.clock is None else self.clock()
+
+    def _note_forward(self, number: int, name: str) -> Callable[[], None] | None:
         if self._gathers_apart:
             self._gather_after_writes(number, "forward", name)
         self.unit_called = name
         if self._before_gradients is None:
             self._order.append(number)
-            return
+            return self._begin_gather()
         if torch.is_grad_enabled():
             self._before_gradients()
         self._evaluated.append(number)
+        return None
 
     def _note_backward(self, number: int, name: str) -> None:
         if self._gathers_apart:

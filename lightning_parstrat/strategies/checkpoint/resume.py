@@ -33,6 +33,7 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     set_back,
     validate_or_pass_over,
 )
+from lightning_parstrat.strategies.data.global_batches import Division
 from lightning_parstrat.strategies.data.places import (
     Moment,
     Place,
@@ -92,7 +93,7 @@ class Resume(Part):
         ranks: The strategy's ranks.
     """
 
-    _of_one_training = frozenset({"_point"})
+    _of_one_training = frozenset({"_division", "_point"})
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
         super().__init__(strategy)
@@ -110,6 +111,7 @@ class Resume(Part):
         # By the number of the epoch's batches that were fetched before.
         self._noted: dict[int, list[Moment]] = {}
         self._point: _Point | None = None
+        self._division: Division | None = None
         self.keeps_next_fetch = False
         """Whether a checkpoint that is saved after the next fetch is set back to the moment before that fetch."""
 
@@ -166,6 +168,10 @@ class Resume(Part):
         if self._own is not None:
             set_rng_state(self._own["rng"])
 
+    def divide(self, division: Division) -> None:
+        """Makes the next loader's sampler divide its samples among ranks."""
+        self._division = division
+
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Makes a training's loader know its place, and resume at the checkpoint's.
@@ -185,7 +191,7 @@ class Resume(Part):
         places = [state["loaders"][number] for state in states if number < len(state["loaders"])]
         if epoch:
             set_epoch(dataloader, epoch)
-        sampler = PositionedSampler(dataloader) if knows_its_place(dataloader) else None
+        sampler = PositionedSampler(dataloader, self._division) if knows_its_place(dataloader) else None
         fails = False
         if sampler is not None:
             self._loaders.append(weakref.ref(dataloader))
@@ -198,7 +204,8 @@ class Resume(Part):
             rank_zero_warn(
                 "The checkpoint was saved within an epoch, and a data loader cannot continue there on all ranks. So it"
                 " begins the epoch's samples again. Possible reasons: its place is not in the checkpoint; its sampler"
-                " draws other indices than before; ranks of another number cannot share its samples."
+                " draws other indices than before; ranks of another number cannot share its samples. Or rank_shares or"
+                " keep_global_batch was set for one of both trainings alone."
             )
         elif within_epoch and is_stateful(dataloader) and places and own is None:
             rank_zero_warn(
@@ -217,7 +224,10 @@ class Resume(Part):
             sampler.set_generators(known[0].get("generators", ()))
         if not (self._saved["within_epoch"] and any(positions)):
             return True
-        if self._own is not None:
+        is_divided = sampler.division is not None
+        if any(position is not None and position.get("of_all_ranks", False) != is_divided for position in positions):
+            return False
+        if self._own is not None or is_divided:
             return sampler.resume(positions[0])
         return sampler.resume(sampler.dealt(positions, self._ranks.rank, self._ranks.world_size))
 
@@ -336,6 +346,7 @@ class Resume(Part):
             if sampler is not None:
                 sampler.remove(dataloader)
         self._loaders.clear()
+        self._division = None
 
     # Saves.
 

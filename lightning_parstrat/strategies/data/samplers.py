@@ -4,7 +4,6 @@ A checkpoint holds the random state in which an epoch began, and the number and 
 the indices only if another number of ranks has begun the epoch.
 """
 
-import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.epoch_order import left_of_turns, share
 from lightning_parstrat.distributed.torch_compat import present_pass
+from lightning_parstrat.strategies.data.global_batches import Division, as_rank
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import sampler_within
@@ -34,7 +34,8 @@ Position = Mapping[str, Any]
 """The position of a pass in a checkpoint.
 
 ``begin`` is the state that decides its items, ``taken`` how many were trained on, ``drawn`` how many were drawn,
-``digest`` the digest of these, and ``batches`` how many batches of the pass were trained on.
+``digest`` the digest of these, and ``batches`` how many batches of the pass were trained on. ``of_all_ranks`` says
+whether the items are those of all ranks.
 """
 
 
@@ -76,16 +77,19 @@ class Pass(Iterator[Any]):
     @override
     def __next__(self) -> Any:
         # On the first item, not before: loaders with workers begin two passes, and drop the first.
+        division = self._sampler.division
         if self._batches is None:
             self._sampler.begin()
+            if division is not None:
+                division.begin(self.batches_before)
             if self.begin is None:
                 self.begin, self._items = self._sampler.begin_state(), iter(self._sampler.source)
-            self._batches = iter(self._sampler.batches(self._items))
+            self._batches = iter(self._sampler.batches(self._items, self._taken_before))
         batch = next(self._batches)
         items = [batch] if self._size is None else batch
         self._drawn += len(items)
         _add(self._digest, items)
-        return batch
+        return batch if division is None else division.own(batch)
 
     def position(self, batches: int) -> Position:
         """The position in the pass.
@@ -93,9 +97,11 @@ class Pass(Iterator[Any]):
         Args:
             batches: How many of its batches were trained on since it was resumed.
         """
+        taken = self._sampler.samples_of(batches, self._taken_before)
         return {
             "begin": self.begin,
-            "taken": min(self._taken_before + batches * (self._size or 1), self._drawn),
+            "of_all_ranks": self._sampler.division is not None,
+            "taken": min(self._taken_before + taken, self._drawn),
             "drawn": self._drawn,
             "digest": self._digest.hexdigest(),
             "batches": self.batches_before + batches,
@@ -106,6 +112,7 @@ class PositionedSampler(StandIn):
     """Stands for a loader's sampler of batches, or of samples if the loader makes no batches. Not collective.
 
     Attributes:
+        division: Cuts the batches of all ranks. None if this rank draws its own samples alone.
         resumed: The next pass, if it is a resumed one.
         recounts: Whether Lightning has to count from that pass's ``batches_before``, and not from its own count.
         undoes_seed: Whether the next pass sets generators back to before the loader drew a seed for its workers,
@@ -114,13 +121,18 @@ class PositionedSampler(StandIn):
 
     Args:
         dataloader: The loader. :meth:`remove` restores its sampler.
+        division: Cuts the batches of all ranks, which a `BatchSampler` makes of a `DistributedSampler`'s samples.
     """
 
-    __slots__ = ("_before_seed", "_generators", "_name", "recounts", "resumed", "undoes_seed", "workers_live_on")
+    __slots__ = (
+        *("_before_seed", "_generators", "_name", "division", "recounts", "resumed"),
+        *("undoes_seed", "workers_live_on"),
+    )
 
-    def __init__(self, dataloader: DataLoader[Any]) -> None:
+    def __init__(self, dataloader: DataLoader[Any], division: Division | None = None) -> None:
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
+        self.division = division
         self.resumed: Pass | None = None
         self.recounts = self.undoes_seed = self.workers_live_on = False
         self._before_seed: tuple[Tensor, list[Tensor]] | None = None
@@ -143,17 +155,48 @@ class PositionedSampler(StandIn):
     @property
     def source(self) -> Any:
         """The iterable of the items that batches are made of, or of the batches."""
-        return self.stands_for.sampler if self._is_plain else self.stands_for
+        source = self.stands_for.sampler if self._is_plain else self.stands_for
+        return source if self.division is None else as_rank(source, 0, 1)
 
     @property
     def batch_size(self) -> int | None:
         """Items of a batch of the next pass. None if the source yields batches."""
         return self.stands_for.batch_size if self._is_plain else None
 
-    def batches(self, items: Any) -> Any:
-        """The batches of an iterable: an iterable, with a length if that has one."""
+    def batches(self, items: Any, taken: int) -> Any:
+        """The batches of a pass, of all ranks if there is a division.
+
+        Args:
+            items: What the pass has left.
+            taken: The number of its items before.
+        """
         own = self.stands_for
+        if self.division is not None:
+            return self.division.drawn_from(items, len(self.source) - taken, own.drop_last)
         return BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items
+
+    def samples_of(self, batches: int, taken: int) -> int:
+        """The items of the next batches.
+
+        Args:
+            batches: The number of batches.
+            taken: The number of items before.
+        """
+        if self.division is None:
+            return batches * (self.batch_size or 1)
+        sizes = self.division.batches.sizes(len(self.source) - taken, self.stands_for.drop_last)
+        return sum(islice(sizes, batches))
+
+    def _length(self, items: int) -> int:
+        """The number of batches that so many items make."""
+        own = self.stands_for
+        if self.division is not None:
+            return self.division.batches.length(items, own.drop_last)
+        return len(BatchSampler(range(items), own.batch_size, own.drop_last)) if self._is_plain else items
+
+    @override
+    def __len__(self) -> int:
+        return super().__len__() if self.division is None else self._length(len(self.source))
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -221,7 +264,7 @@ class PositionedSampler(StandIn):
         before, length = position["batches"], sized_len(begin.get("items", self.source))
         if before is None or (self.batch_size is not None and length is not None):
             # The pass has to end with Lightning's epoch, also if batches have another size.
-            before = len(self) - len(self.batches(range((length or 0) - position["taken"])))
+            before = len(self) - self._length((length or 0) - position["taken"])
         resumed.batches_before, self.recounts = before, is_same and before != position["batches"]
         self.resumed = resumed if is_same else None
         return is_same
@@ -246,7 +289,7 @@ class PositionedSampler(StandIn):
         for one, position in enumerate(positions):
             if position is None:
                 return None
-            begin, sampler = position["begin"], _as_rank(source, one, len(positions))
+            begin, sampler = position["begin"], as_rank(source, one, len(positions))
             with self._drawn_again(sampler, begin) as items:
                 # No more than its length: the sampler may yield items forever.
                 parts.append(list(items if "items" in begin else islice(items, len(sampler))))
@@ -268,19 +311,6 @@ def _add(digest: Any, items: Iterable[Any]) -> None:
         one if type(one) is int else apply_to_collection(one, kinds, lambda value: value.tolist()) for one in items
     )
     digest.update("".join(f"{item!r};" for item in plain).encode())
-
-
-def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
-    """A copy of a sampler that shares an order with other ranks, as one of these ranks would have it."""
-    own = copy.copy(sampler)
-    inner = own if isinstance(own, DistributedSampler) else copy.copy(own.sampler)
-    samples = len(inner.dataset)
-    inner.rank, inner.num_replicas = rank, ranks
-    inner.num_samples = samples // ranks if inner.drop_last else -(-samples // ranks)
-    inner.total_size = ranks * inner.num_samples
-    if inner is not own:
-        own.sampler = inner
-    return own
 
 
 def _packed(items: Sequence[Any]) -> Any:

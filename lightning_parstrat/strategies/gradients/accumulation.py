@@ -17,10 +17,11 @@ from typing_extensions import override
 from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale
 from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
-from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
+from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,
@@ -78,6 +79,8 @@ class Accumulation(Part):
         self._has_backward = False
         """Whether a micro-batch of this window had a backward."""
         self._loss_weight: Any = None
+        self._by_samples: bool | None = None
+        """Whether losses count by their samples. None before the first step, and without a division of samples."""
         self._loss_hook: RemovableHandle | None = None
         self._skipped_steps = 0
 
@@ -102,7 +105,7 @@ class Accumulation(Part):
         warn_of_untried_versions()
         self._end_fit()
         self._window, self._weights = AccumulationWindow(), LossWeights(self._ranks.messages)
-        self.scale, self._skipped_steps = None, 0
+        self.scale, self._skipped_steps, self._by_samples = None, 0, None
         strategy = self._strategy
         self._clipper = GradientClipper(
             self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
@@ -122,15 +125,38 @@ class Accumulation(Part):
             if self._weights is not None:
                 self._weights.begin_window()
 
-    def note_output(self, output: STEP_OUTPUT) -> None:
-        """Keeps the weight that a training step returns for its loss."""
+    def note_output(self, output: STEP_OUTPUT, samples: int | None = None) -> None:
+        """Keeps the weight that a training step returns for its loss.
+
+        Args:
+            output: What it returned.
+            samples: The weight if it returns none. Collective in the first step then.
+        """
         self._loss_weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
+        if samples is not None:
+            self._loss_weight = self._weight_or(samples)
         if self._loss_weight is not None and not self._module.automatic_optimization:
             self._hooks.say(
                 "`loss_weight` has no effect in manual optimization: `training_step` returns after its backward:"
                 " multiply the loss by it.",
                 True,
             )
+
+    def _weight_or(self, samples: int) -> Any:
+        """The weight that was returned, or the samples. Never both in one training."""
+        is_given = self._loss_weight is not None
+        if self._by_samples is None:
+            if not all_have_same(int(is_given), self._ranks.control):
+                raise InconsistentWeightsError(
+                    "`training_step` returned a `loss_weight` on some ranks and none on others. Return it on all ranks."
+                )
+            self._by_samples = not is_given
+        if self._by_samples and is_given:
+            raise InconsistentWeightsError(
+                "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
+            )
+        # A rank without samples repeats one, which counts nothing.
+        return samples if self._by_samples or samples == 0 else self._loss_weight
 
     def begin_backward(self, loss: Tensor) -> None:
         """Makes backward weigh the loss. The last backward of a window leaves the mean over the whole window."""
@@ -149,7 +175,7 @@ class Accumulation(Part):
             return None
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.leaves)
-        if self._weights.used:
+        if self._weights.used and not self._by_samples:
             self._hooks.say(
                 "`training_step` returns a `loss_weight`: gradients are the mean over all micro-batches and ranks, each"
                 " weighed by it.",

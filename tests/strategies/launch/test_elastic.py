@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.comparing import distance
 from tests.scripts import TIMEOUT, clean_environment
 
 pytestmark = pytest.mark.slow
@@ -86,8 +88,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_parstrat import TunedDDPStrategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 
+KEEPING = {{"ddp_tuned": TunedDDPStrategy, "zero1_custom": ZeRO1Strategy, "zero3_custom": ZeRO3Strategy}}
 START, RANK, LOCAL_RANK = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "LOCAL_RANK"))
 
 
@@ -99,16 +102,17 @@ def note(kind, **facts):
 class Tiny(LightningModule):
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+        torch.manual_seed(1)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):
         step = self.trainer.global_step
         note("train", step=step, samples=batch.flatten().tolist())
-        if START == "0" and step == 5 and os.environ.get("DIES") in ("agent", LOCAL_RANK):
+        if START == "0" and step == int(os.environ.get("AT", 5)) and os.environ.get("DIES") in ("agent", LOCAL_RANK):
             if os.environ["DIES"] == "agent":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.layer(batch / {SAMPLES}).square().mean()
+        return (self.layer(batch / {SAMPLES}) - batch / {SAMPLES}).square().mean()
 
     def validation_step(self, batch, batch_idx):
         note("validate", samples=batch.flatten().tolist())
@@ -118,20 +122,23 @@ class Tiny(LightningModule):
         note("sees", ranks=trainer.world_size, nodes=trainer.num_nodes, devices=trainer.num_devices)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 if __name__ == "__main__":
-    loader = DataLoader(torch.arange({SAMPLES}.0).unsqueeze(1), batch_size=2)
+    loader = DataLoader(torch.arange({SAMPLES}.0).unsqueeze(1), batch_size=2, shuffle="KEEPS" in os.environ)
     for strategy in sys.argv[1:]:
         Path(strategy).mkdir(exist_ok=True)
+        # One of them with the backend's own timeout.
+        chosen = TunedDDPStrategy(timeout=None) if strategy == "ddp_tuned" else strategy
+        if "KEEPS" in os.environ:
+            chosen = KEEPING[strategy](keep_global_batch=True)
         trainer = Trainer(
             accelerator="cpu",
-            # One of them with the backend's own timeout.
-            strategy=TunedDDPStrategy(timeout=None) if strategy == "ddp_tuned" else strategy,
-            devices=2,
+            strategy=chosen,
+            devices=4 if "KEEPS" in os.environ else 2,
             num_nodes=2,
-            max_epochs=1,
+            max_epochs=int(os.environ.get("EPOCHS", 1)),
             logger=False,
             callbacks=[ModelCheckpoint(dirpath=f"{{strategy}}/saved", save_last=True, every_n_train_steps=2)],
             num_sanity_val_steps=0,
@@ -202,6 +209,37 @@ def test_a_training_that_loses_a_node_goes_on_with_the_other(tmp_path: Path) -> 
     # Of the 8 steps that three ranks have in an epoch 4 are done; what is left of its samples takes two ranks 6.
     assert steps(folder, 1) == [list(range(4, 10))] * 2
     assert noted(folder, "sees", 1) == [[{"ranks": 2, "nodes": 1, "devices": 2}]] * 2
+
+
+# Ranks, and the step at which one of them is killed. Checkpoints are saved after every second step.
+COME_AND_GO = ((4, 3), (2, 6), (4, 9), (3, None))
+
+
+def trained(folder: Path, strategy: str, ranks: int, killed_at: int | None) -> dict[int, list[float]]:
+    """Trains two epochs, or as far as a rank is killed. Returns the samples of each step that was begun."""
+    folder.mkdir(exist_ok=True)
+    variables = {"KEEPS": "1", "EPOCHS": "2"} | ({} if killed_at is None else {"DIES": "1", "AT": str(killed_at)})
+    options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(ranks))
+    ended = torchrun(folder, write_training(folder, strategy), [Agent(options, variables)])
+    assert (ended.codes == [0]) is (killed_at is None), ended.said
+    samples: dict[int, list[float]] = {}
+    for one in (one for rank in noted(folder / strategy, "train", 0) for one in rank):
+        samples.setdefault(one["step"], []).extend(one["samples"])
+    for file in (folder / strategy).glob("train-*"):
+        file.unlink()
+    return {step: sorted(of_step) for step, of_step in samples.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp_tuned", "zero1_custom", "zero3_custom"])
+def test_ranks_come_and_go_and_steps_keep_their_samples(tmp_path: Path, strategy: str) -> None:
+    alone, other = tmp_path / "alone", tmp_path / "other"
+    expected = trained(alone, strategy, 4, None)
+    samples: dict[int, list[float]] = {}
+    for ranks, killed_at in COME_AND_GO:
+        samples |= trained(other, strategy, ranks, killed_at)
+    assert samples == expected and len(samples) == 12
+    ours, theirs = [torch.load(folder / strategy / "saved/last.ckpt", weights_only=False) for folder in (other, alone)]
+    assert distance(ours["state_dict"], theirs["state_dict"]) <= 1e-6 and ours["global_step"] == 12
 
 
 TORCHELASTIC = {
