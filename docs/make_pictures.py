@@ -157,6 +157,19 @@ def ddp_buckets(title: str, stops: Sequence[int], nbytes: Sequence[int], ready: 
     return Timeline(title, bars, [], [exposed])
 
 
+def unequal_step(title: str, samples: Sequence[int]) -> Timeline:
+    """A step of two ranks. The second one takes three times as long for a sample."""
+    bars: list[Bar] = []
+    ends = []
+    for rank, (number, seconds) in enumerate(zip(samples, (0.001, 0.003), strict=True)):
+        lane = Lane(f"rank {rank}", bars)
+        lane.take(0.0, number * seconds, COLORS[rank], f"forward: {number}")
+        lane.take(0.0, 2 * number * seconds, COLORS[rank], f"backward: {number} samples")
+        ends.append(lane.free)
+    waits = [("waits", ends[0], ends[1])] if ends[0] < ends[1] else []
+    return Timeline(title, bars, [], waits)
+
+
 def default_stops(nbytes: Sequence[int]) -> list[int]:
     """Where torch's default ends a bucket: the first as soon as it holds 1 MiB, the others 25."""
     stops, held, cap = [], 0, 1 * MIB
@@ -249,6 +262,8 @@ def main(folder: Path) -> None:
     small = [*range(2, len(nbytes), 2), len(nbytes)]
     buckets = {"torch's default": default_stops(nbytes), "4 MiB": small}
     draw([ddp_buckets(title, stops, nbytes, ready) for title, stops in buckets.items()], folder / "ddp_buckets.svg")
+    shares = {"Equal shares": (8, 8), "rank_shares=[3, 1]": (12, 4)}
+    draw([unequal_step(title, samples) for title, samples in shares.items()], folder / "unequal_step.svg")
     draw_results(folder)
 
 

@@ -210,6 +210,15 @@ def unfrozen() -> Iterator[Row]:
         yield f"`{name}`", *(small(found[key]) for key in ("between_ranks", "to_single_process"))
 
 
+def unequal() -> Iterator[Row]:
+    """Steps of ranks of unequal speed."""
+    yield "", "Equal shares", '`rank_shares="auto"`', "Ratio", "To one process"
+    for name, found in result("unequal")["unequal"].items():
+        times = (interval(found[shares], unit=" s") for shares in ("equal", "auto"))
+        ours = found["auto"]
+        yield f"`{name}`", *times, f"{ours['ratio_to_equal']:.2f}", small(ours["to_single_process"])
+
+
 def records() -> Iterator[Row]:
     """What torch's planner would gather in a sharded save, and what its index costs."""
     yield "Saved by", "Ranks", "Pieces", "Gathered", "Seconds to read that", "Index", "Seconds to make it, to read it"
@@ -271,6 +280,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
         "fewer bytes": partial(convergence, "convergence_wire", "Sent", 4, WIRE),
         "16 bits": partial(convergence, "convergence_bf16", "", 3, BF16),
         "unfrozen": unfrozen,
+        "unequal ranks": unequal,
         "records": records,
         "plan 32-true": partial(plan, "32-true", ("1B", "7B"), USES),
         "plan bf16-mixed": partial(plan, "bf16-mixed", ("1B", "7B", "13B")),

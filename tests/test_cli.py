@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy
+from lightning_parstrat.core.policy import DivisionPolicy
 
 TRAINER = {
     "accelerator": "cpu",
@@ -70,6 +71,20 @@ def test_sizes_of_buckets_may_be_given_in_all_ways(parse: Parse) -> None:
         # The parser gives every argument of DDP: what is no choice must not look like one.
         names = ("bucket_cap_mb", "bucket_cap_mb_list")
         assert {name: built._ddp_kwargs[name] for name in names if name in built._ddp_kwargs} == expected
+
+
+DIVIDED = {"rank_shares": [3.0, 1.0], "max_share": 1.5, "keep_global_batch": True}
+
+
+@pytest.mark.parametrize("name", ["TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"])
+def test_samples_may_be_divided_in_all_ways(name: str, parse: Parse) -> None:
+    by_file = parse({"class_path": f"lightning_parstrat.{name}", "init_args": DIVIDED})
+    line = [f"--trainer.strategy.{argument}={value}" for argument, value in DIVIDED.items()]
+    for built in (by_file, parse("ddp", f"--trainer.strategy={name}", *line)):
+        assert built.trainer.strategy._shares._policy == DivisionPolicy(**DIVIDED)
+    for wrong in ("fast", "[3,none]"):
+        with pytest.raises(SystemExit):
+            parse("ddp", f"--trainer.strategy={name}", f"--trainer.strategy.rank_shares={wrong}")
 
 
 REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [

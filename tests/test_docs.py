@@ -153,7 +153,7 @@ def test_tables_of_numbers_are_those_of_the_result_files() -> None:
     checked = run_python([ROOT / "docs" / "make_tables.py", "--check"], ROOT)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     named = [name for page in PAGES for name in re.findall(r"<!-- table: (.+) -->", page.read_text())]
-    assert len(set(named)) == len(named) == 18
+    assert len(set(named)) == len(named) == 19
 
 
 def names_defined_in(path: Path) -> set[str]:
@@ -193,5 +193,5 @@ def test_pictures_can_be_drawn(tmp_path: Path) -> None:
     assert drawn.returncode == 0, drawn.stderr
     pictures = {path.name for path in (ROOT / "docs" / "pictures").glob("*.svg")}
     assert {path.name for path in tmp_path.glob("*.svg")} == pictures
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     assert all((tmp_path / name).read_text().count("<path") > 20 for name in pictures)

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "distributed.checkpoint": ("distributed.comm", "distributed.engine"),
     "distributed.fsdp": ("distributed.comm", "distributed.engine", "distributed.gradients"),
     "strategies.launch": (),
-    "strategies.data": (),
+    "strategies.data": ("strategies.launch",),
     "strategies.checkpoint": ("strategies.launch", "strategies.data"),
     "strategies.gradients": ("strategies.launch", "strategies.checkpoint"),
 }

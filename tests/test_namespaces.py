@@ -229,14 +229,19 @@ from {lightning}.demos.boring_classes import BoringModel
 if __name__ == "__main__":
     assert "zero1_custom" not in sys.argv and not any("parstrat" in word for word in sys.argv)
     trainer = LightningCLI(BoringModel, run=False, save_config_callback=None).trainer
-    print("strategy:", type(trainer.strategy).__module__, trainer.strategy._policy.bucket_cap_mb)
+    print("strategy:", type(trainer.strategy).__module__, trainer.strategy._policy.bucket_cap_mb,
+          trainer.strategy._shares._policy.rank_shares)
     print("callbacks:", [type(callback).__module__ for callback in trainer.callbacks])
     print("other:", {other_than(lightning)!r} in sys.modules)
 """
     ours = OURS[lightning]
-    short = ["--trainer.strategy=ZeRO1Strategy", "--trainer.strategy.bucket_cap_mb=4"]
+    short = [
+        "--trainer.strategy=ZeRO1Strategy",
+        "--trainer.strategy.bucket_cap_mb=4",
+        "--trainer.strategy.rank_shares=[2,1]",
+    ]
     arguments = ["--trainer.accelerator=cpu", *short, "--trainer.callbacks+=GradNormMonitor"]
     printed = run_script(script, tmp_path, arguments).splitlines()
-    assert f"strategy: {ours}.strategies.zero1 4.0" in printed
+    assert f"strategy: {ours}.strategies.zero1 4.0 [2.0, 1.0]" in printed
     assert f"{ours}.strategies.gradients.grad_norm_monitor" in next(line for line in printed if "callbacks:" in line)
     assert "other: False" in printed

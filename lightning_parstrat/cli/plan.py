@@ -10,7 +10,7 @@ from typing import Any
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
-from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.policy import DivisionPolicy, ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import amount, count_of, counted
@@ -24,6 +24,7 @@ fit it recommends the one that shards least. Activations are not counted: leave 
 
 With --config the numbers are those of the module of a LightningCLI configuration, which is made without memory for its
 parameters. --accumulate adds zero2_custom, which shards the gradients that are held between micro-batches.
+--rank-shares shows what equal shares of the samples cost if ranks are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LAYERS = 32
@@ -48,6 +49,7 @@ def make_parser() -> ArgumentParser:
     add("--compute-seconds", type=float, help="time of one process's step alone, to predict step times")
     add("--shard-group", type=_shard_group, default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step (accumulate_grad_batches)")
+    add("--rank-shares", type=float, nargs="+", help="how fast each rank is, as in rank_shares: 3 1")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -72,13 +74,21 @@ def run(arguments: Namespace) -> int:
     )
     if memory is not None:
         left_out += f" {amount(memory - room)} of {amount(memory)} are kept for them (--reserve {arguments.reserve:g})."
+    slowed = None if arguments.rank_shares is None else _slowed_by_equal_shares(arguments)
     if arguments.json:
-        print(json.dumps({"estimates": found, "recommended": choice, "why": why, "left_out": left_out}))
+        shown = {"estimates": found, "recommended": choice, "why": why, "left_out": left_out}
+        print(json.dumps(shown | ({} if slowed is None else {"equal_shares_take_times": slowed})))
     else:
         print(f"{count_of(training.parameters)} trained parameters; optimizer: {optimizer}; {training.precision}")
         grouped = "" if training.shard_ranks == training.ranks else f", in shard groups of {training.shard_ranks}"
         print(f"{counted(training.ranks, 'rank')} on {counted(training.nodes, 'node')}{grouped}; per rank:\n")
         print(f"{_table(found, room)}\n\n{why}\n{left_out}")
+        if slowed is not None:
+            most = max(arguments.rank_shares) * training.ranks / sum(arguments.rank_shares)
+            print(
+                f"Equal shares would take {slowed:.2f} times as long to compute, if ranks are as fast as these shares."
+                f" By shares, a rank has the activations of up to {most:.3g} equal ones: set max_share to that or more."
+            )
     return 1 if choice is None else 0
 
 
@@ -159,6 +169,18 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
     model_bytes, policy = training.parameters * training.widths.parameter, ShardingPolicy()
     cap = policy.bucket_cap_bytes(model_bytes, groups.size, "cuda", groups.copies)
     return replace(training, in_flight=cap * (policy.bound_in_flight("cuda") or 1)), optimizer
+
+
+def _slowed_by_equal_shares(arguments: Namespace) -> float:
+    """How many times as long a step computes with equal shares."""
+    shares, ranks = arguments.rank_shares, arguments.world_size
+    try:
+        DivisionPolicy(rank_shares=shares, max_share=ranks)
+    except ValueError as error:
+        raise UsageError(f"--rank-shares: {error}") from error
+    if len(shares) != ranks:
+        raise UsageError(f"--rank-shares has {counted(len(shares), 'number')}, and there are {counted(ranks, 'rank')}.")
+    return sum(shares) / (ranks * min(shares))
 
 
 def _shard_group(text: str) -> ShardGroupChoice:

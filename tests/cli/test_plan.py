@@ -127,6 +127,15 @@ def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> No
         assert zero1["wire_seconds"] == pytest.approx((between * 4 * 10**7 + 8 * summed) / 1e9)
 
 
+def test_what_equal_shares_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--parameters 10M --world-size 2 --rank-shares 3 1"
+    assert plan(capsys, 0, words)["equal_shares_take_times"] == 2.0
+    assert main(["plan", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert "take 2.00 times as long" in said and "activations of up to 1.5 equal ones" in said
+    assert "Equal shares" not in (main(["plan", *words.split()[:4]]), capsys.readouterr().out)[1]
+
+
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     # 10M parameters on 8 ranks hold 160, 95 and 20 MB, and zero3_custom at most 25.
     rows = {
@@ -216,6 +225,8 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         (by_number, "--reserve 20", "--reserve 20: write a part of the memory, such as 0.2"),
         (by_number, "--devices-per-node 4", "not a multiple"),
         (by_number, "--shard-group 3", "--shard-group"),
+        (by_number, "--rank-shares 3", "--rank-shares has 1 number, and there are 2 ranks"),
+        (by_number, "--rank-shares 3 0", "a positive number for each rank"),
         (by_number, "--optimizer muon", "its state is not known. Write how many values"),
         (by_number, "--optimizer nothing", "No class 'nothing'"),
         ((), "", "Give the number of parameters, such as --parameters 7B"),

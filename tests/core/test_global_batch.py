@@ -22,8 +22,8 @@ def test_parts_are_in_proportion_and_none_is_empty(number: int, shares: list[flo
     assert sum(parts) == number and len(parts) == len(shares)
     assert number < len(shares) or min(parts) > 0
     quotas = [number * Fraction(share) / sum(map(Fraction, shares)) for share in shares]
-    # Samples that the small ones get beyond their quotas come from the large ones.
-    given_away = sum(max(0, 1 - quota) for quota in quotas)
+    # Each of the small ones may get its sample from the same large one.
+    given_away = sum(quota < 1 for quota in quotas)
     for part, quota in zip(parts, quotas, strict=True):
         assert quota - 1 - given_away <= part <= max(1, quota + 1)
 

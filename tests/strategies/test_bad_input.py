@@ -35,6 +35,9 @@ WRONG: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
     (ZeRO1Strategy, "nonfinite_grads", NO_CHOICES, "one of ('propagate', 'skip', 'raise')."),
     (ZeRO1Strategy, "norm_type", (0, -1, -math.inf, math.nan, True, "2", None, [2.0], 2j), "a positive number, such"),
     (ZeRO1Strategy, "stall_warning_seconds", (0, -1.0, math.nan, math.inf, True, "15"), "a positive number of seconds"),
+    (ZeRO1Strategy, "rank_shares", ("fast", [3, 0], [-1], [], [True], 3, None), "'equal', 'auto', or a list with a"),
+    (ZeRO1Strategy, "max_share", (0.5, math.nan, True, "2", None), "a number >= 1, such as 2.0."),
+    (ZeRO1Strategy, "keep_global_batch", ("yes", None, 1), "True or False."),
     *((cls, "exact_evaluation", ("yes",), "True or False.") for cls in (ZeRO1Strategy, TunedDDPStrategy)),
     (TunedDDPStrategy, "bucket_cap_mb", ("small", 0, True, math.inf, [1.0, -1.0], []), f"'auto', {NUMBERS}"),
     (TunedDDPStrategy, "tune_steps", (1, 2.0), "a whole number >= 2."),
@@ -62,6 +65,7 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
     for strategy, arguments, message in (
         (ZeRO1Strategy, {"gather_dtype": "bf16", "master_weights": False}, "master_weights=False forgoes"),
         (TunedDDPStrategy, {"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
+        (ZeRO3Strategy, {"rank_shares": [5, 1, 1, 1]}, "set a larger max_share"),
         (TunedDDPStrategy, {"comm_hook": "bf16", "ddp_comm_hook": hook}, "Give one of them"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def adopt_started(strategy: DDPStrategy, started: StartedRanks) -> None:
             f"The Trainer asks for {counted(asked, 'rank')} (num_nodes={strategy.num_nodes} times"
             f" {counted(strategy.num_processes, 'device')}), but torchrun has started {started.ranks}. That number"
             f" counts: a global batch is that of {counted(started.ranks, 'rank')}. The number of steps in an epoch"
-            " changes with it."
+            " changes with it, unless keep_global_batch=True keeps a checkpoint's."
         )
     strategy.num_nodes = started.nodes
     strategy.parallel_devices = devices[: started.on_this_node]
