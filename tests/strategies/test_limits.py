@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.pool import RankPool
 from tests.strategies import cases, test_callbacks, zoo
 from tests.strategies.checkpoint.test_routes import ROUTES
+from tests.strategies.data import test_rank_shares
 from tests.strategies.gradients import test_steps, trainings
 from tests.strategies.parity import Looks, train
 
@@ -82,6 +83,7 @@ FEATURES: dict[str, list[Shown]] = {
         *trained("accumulate", "accumulate, short window", "clip by norm", "clip by value"),
         stepped("weights"),
     ],
+    "ranks of [unequal speed](unequal_ranks.md)": [{row.strategy: "yes"} for row in test_rank_shares.ROWS.values()],
     "compiled blocks": trained("compiled blocks", "compiled blocks within wrappers", "compiled and checkpointed"),
     "a module compiled as a whole": trained("compiled as a whole"),
     "captured CUDA graphs": [
