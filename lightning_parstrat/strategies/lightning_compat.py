@@ -202,6 +202,11 @@ def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
     return list(zip(combined.flattened, iterators or [None] * len(combined.flattened), strict=True))
 
 
+def forget_loaders(trainer: Trainer) -> None:
+    """Makes Lightning make the training's loaders again. They may have been made for a count of steps."""
+    trainer.fit_loop._combined_loader = None
+
+
 def replace_loaders(trainer: Trainer, by: Callable[[Any], Any]) -> None:
     """Replaces the training's loaders within Lightning's `CombinedLoader`."""
     combined = trainer.fit_loop._combined_loader

@@ -17,6 +17,10 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.engine.cuts import local
 
+WEIGHT_CAME_LATE = (
+    "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
+)
+
 
 class InconsistentWeightsError(ValueError):
     """A ``loss_weight`` is missing on some ranks or steps, or is no weight, or is 0 and its gradients are NaN."""
@@ -48,6 +52,14 @@ class LossWeights:
         """Whether micro-batches have weights. Before the first weight is known, False."""
         return bool(self._used)
 
+    def note_fault(self, fault: str) -> None:
+        """Makes the next :meth:`total` raise on all ranks.
+
+        Args:
+            fault: What happened on this rank.
+        """
+        self._fault = fault
+
     def begin_window(self) -> None:
         """Drops the weights of micro-batches whose gradients have been used, or dropped."""
         self.end_backward()
@@ -77,9 +89,7 @@ class LossWeights:
         if self._used is False:
             if weight is None:
                 return None
-            raise InconsistentWeightsError(
-                "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
-            )
+            raise InconsistentWeightsError(WEIGHT_CAME_LATE)
         value = self._read(weight)
         if not self._reference_known:
             self._agree(value, weight is not None)

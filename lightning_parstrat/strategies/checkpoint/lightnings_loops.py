@@ -110,6 +110,23 @@ def begin_epoch_without_length(trainer: Trainer) -> None:
         progress.current.completed = -1
 
 
+def count_whole_epoch(trainer: Trainer) -> None:
+    """Makes Lightning count all batches of an epoch that was saved at its end. With other ranks, it has other batches.
+
+    Otherwise Lightning would continue that epoch, or begin the next one with that count.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    if loop.restarting and progress.is_last_batch and trainer.num_training_batches != math.inf:
+        _count_further(trainer, int(trainer.num_training_batches) - progress.current.ready)
+
+
+def _count_further(trainer: Trainer, batches: int) -> None:
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(progress, counter, getattr(progress, counter) + batches)
+
+
 def count_epoch_as_begun(trainer: Trainer) -> None:
     """Makes Lightning count the epoch that it trains as begun. After a resume at an epoch's last batch, it does not."""
     for counted in (trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_progress.current):
@@ -126,10 +143,7 @@ def count_from_places(trainer: Trainer) -> None:
         _, iterator = decides(sized, key=lambda pair: pair[0])
         # Beside a loader without a length, an epoch may have no known end.
         batch = int(min(batches_before(iterator), trainer.num_training_batches - 1))
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        difference = batch - progress.processed
-        for counter in ("ready", "started", "processed", "completed"):
-            setattr(progress, counter, getattr(progress, counter) + difference)
+        _count_further(trainer, batch - trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def draw_from_all_loaders(trainer: Trainer) -> None:

@@ -28,6 +28,7 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     complete_last_batch,
     count_epoch_as_begun,
     count_from_places,
+    count_whole_epoch,
     draw_from_all_loaders,
     next_epoch,
     set_back,
@@ -54,6 +55,7 @@ from lightning_parstrat.strategies.lightning_compat import (
     count_as_ended,
     ends_epoch_first,
     epoch_is_over,
+    forget_loaders,
     give_back_loop,
     iterators_in_training,
     trainer_of,
@@ -163,8 +165,11 @@ class Resume(Part):
     def before_loaders(self) -> None:
         """Sets the random numbers before Lightning makes the training's loaders: they draw an epoch's order from them.
 
-        Draws in between would change it.
+        Draws in between would change it. Loaders that were made before the checkpoint was read are made again.
         """
+        forget_loaders(self._trainer)
+        self._restore_loaders()
+        self._followed = 0
         if self._own is not None:
             set_rng_state(self._own["rng"])
 
@@ -236,6 +241,8 @@ class Resume(Part):
         trainer = trainer_of(self._strategy.lightning_module)
         if self._trains or trainer is None or not trainer.training or not iterators_in_training(trainer):
             return
+        if not (self._has_resumed or self._saved["within_epoch"]):
+            count_whole_epoch(trainer)
         ends_first, own = ends_epoch_first(trainer), self._own
         if not self._has_resumed:
             self._has_resumed = True
@@ -341,12 +348,15 @@ class Resume(Part):
         filters: Any = warnings.filters
         if self._hides_warning in filters:
             filters.remove(self._hides_warning)
+        self._restore_loaders()
+        self._division = None
+
+    def _restore_loaders(self) -> None:
         for dataloader in [reference() for reference in self._loaders]:
             sampler = positioned_sampler(dataloader)
             if sampler is not None:
                 sampler.remove(dataloader)
         self._loaders.clear()
-        self._division = None
 
     # Saves.
 

@@ -4,10 +4,12 @@ All ranks draw the order of samples that one process would see, and cut it into 
 Each rank takes its own part, and its loss counts by its samples.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,11 +18,11 @@ from typing_extensions import override
 
 from lightning_parstrat.core.global_batch import Cost, GlobalBatches, cost_of, cut, fastest_cut, time_of_equal_shares
 from lightning_parstrat.core.policy import DivisionPolicy
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_have_same
 from lightning_parstrat.strategies.data.global_batches import Division
 from lightning_parstrat.strategies.data.places import knows_its_place, positioned_sampler
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import iterators_in_training, trainer_of
+from lightning_parstrat.strategies.lightning_compat import iterators_in_training, sampler_within, trainer_of
 from lightning_parstrat.strategies.parts import Part
 
 GLOBAL_BATCHES = "global_batches"
@@ -83,6 +85,7 @@ class DividedRanks(Part):
         self._loaded_entries, self._timing, self._say = loaded_entries, timing, say
         self._division: Division | None = None
         self._users_accumulate: int | None = None
+        self._trains = False
         self._begin()
 
     def _begin(self) -> None:
@@ -99,44 +102,63 @@ class DividedRanks(Part):
         own = {"step": division.batches.step, "unit": division.batches.unit, "cuts_made": self._cuts_made}
         return {GLOBAL_BATCHES: {**own, "cuts": [[begin, list(shares)] for begin, shares in division.cuts]}}
 
-    @override
-    def setup_optimizers(self) -> None:
-        """Forgets the training before."""
-        self._division = None
-        self._begin()
-
     # The division.
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes the sampler of a training's loader divide its samples. Not collective.
+        """Makes the sampler of a training's loader divide its samples. Collective.
 
         Raises:
             MisconfigurationException: The loader's samples cannot be divided, or their losses cannot be weighed.
         """
         if self._trainer.training and positioned_sampler(dataloader) is None:
-            self._check(dataloader)
-            # A loader that replaces another one keeps the shares.
-            self._division = self._divide(dataloader.batch_sampler.batch_size, self._division)
+            self._check_loader(dataloader)
+            self._check_training()
+            self._division = self._divide(dataloader.batch_sampler.batch_size)
             self._divides(self._division)
         return dataloader
 
-    def _check(self, dataloader: Any) -> None:
-        shares, ranks = self._policy.rank_shares, self._ranks.world_size
-        asked = "keep_global_batch=True" if shares == "equal" else f"rank_shares={shares!r}"
+    @property
+    def _asked(self) -> str:
+        shares = self._policy.rank_shares
+        return "keep_global_batch=True" if shares == "equal" else f"rank_shares={shares!r}"
+
+    def _check_loader(self, dataloader: Any) -> None:
+        """Raises if ranks might not draw the same order of samples. Collective."""
         batches = getattr(dataloader, "batch_sampler", None)
-        is_dealt = type(batches) is BatchSampler and isinstance(batches.sampler, DistributedSampler)
+        sampler = getattr(batches, "sampler", None)
+        own = sampler_within(sampler)
+        # A subclass may draw what its rank has, whatever rank it is asked for.
+        is_dealt = type(batches) is BatchSampler and (type(sampler) is DistributedSampler or own is not None)
         if not (is_dealt and knows_its_place(dataloader)):
             over = type(getattr(dataloader, "dataset", None)).__name__
             raise MisconfigurationException(
-                f"{asked} needs a `DataLoader` with a map-style dataset, a `batch_size`, and Lightning's distributed"
-                f" sampler. Here is a {type(dataloader).__name__} over {over}, with the batch sampler"
-                f" {type(batches).__name__}. Give one without a `batch_sampler`, or leave {asked} out."
+                f"{self._asked} needs a `DataLoader` with a map-style dataset, a `batch_size`, and Lightning's"
+                f" distributed sampler. Here is a {type(dataloader).__name__} over {over}, with the batch sampler"
+                f" {type(batches).__name__} and the sampler {type(sampler).__name__}. Give one without a"
+                f" `batch_sampler`, or leave {self._asked} out."
             )
+        generator = getattr(own, "generator", None)
+        is_seeded = isinstance(generator, torch.Generator)
+        seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
+        # Ranks with unequal parts use up their global random numbers unequally.
+        if own is not None and not (all_have_same(seed, self._ranks.control) and is_seeded):
+            raise MisconfigurationException(
+                f"{self._asked} needs the same order of samples on all ranks. Give {type(own).__name__} its own"
+                " `generator`, with the same seed on all ranks: `torch.Generator().manual_seed(1)`."
+            )
+
+    def _check_training(self) -> None:
+        shares, ranks, asked = self._policy.rank_shares, self._ranks.world_size, self._asked
         if not self._module.automatic_optimization:
             raise MisconfigurationException(
                 f"{asked} weighs losses by their samples, which needs automatic optimization. Set"
                 f" `self.automatic_optimization = True`, or leave {asked} out."
+            )
+        if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
+            raise MisconfigurationException(
+                f"{asked} needs to know which micro-batch a step has, and a `training_step` with `dataloader_iter`"
+                f" draws it itself. Take `batch` and `batch_idx`, or leave {asked} out."
             )
         if any(isinstance(one, GradientAccumulationScheduler) for one in self._trainer.callbacks):
             raise MisconfigurationException(
@@ -148,36 +170,47 @@ class DividedRanks(Part):
                 f"{asked} has {len(shares)} numbers, and there are {ranks} ranks. Give one number for each rank."
             )
 
-    def _divide(self, size: int, before: Division | None) -> Division:
+    def _divide(self, size: int) -> Division:
         ranks, trainer = self._ranks.world_size, self._trainer
+        is_first, counted_by = self._users_accumulate is None, trainer.accumulate_grad_batches
         if self._users_accumulate is None:
-            self._users_accumulate = trainer.accumulate_grad_batches
-        accumulate, unit = self._users_accumulate, size * ranks
+            self._users_accumulate = counted_by
+        # A loader that replaces another one keeps the shares.
+        before = self._division if self._trains else None
+        if before is None:
+            self._begin()
+        unit = size * ranks
+        step = unit * self._users_accumulate
         saved: Mapping[str, Any] = self._loaded_entries().get(GLOBAL_BATCHES, {})
-        step = unit * accumulate
-        if saved and self._policy.keep_global_batch and saved["step"] != step:
+        if saved and self._policy.keep_global_batch:
             step, unit = saved["step"], saved["unit"]
             trainer.accumulate_grad_batches = math.ceil(step / (size * ranks))
-            self._refuse_frequencies(accumulate)
+        if self._changed and is_first:
             self._say(
-                f"keep_global_batch: a step has {step} samples, as in the checkpoint, by accumulate_grad_batches="
-                f"{trainer.accumulate_grad_batches} instead of {accumulate}. What counts batches, such as"
-                " val_check_interval, counts these."
+                f"{self._changed}, so that a step has {step} samples, as in the checkpoint. What counts batches, such"
+                " as val_check_interval, counts these."
+            )
+        elif trainer.accumulate_grad_batches != counted_by:
+            raise MisconfigurationException(
+                f"{self._changed}, and `trainer.estimated_stepping_batches` was read before the checkpoint was. Read it"
+                " in `configure_optimizers`, without parameters on the meta device, or leave keep_global_batch out."
             )
         batches = GlobalBatches(step=step, unit=unit, micro_batches=trainer.accumulate_grad_batches)
         return Division(batches, self._ranks.rank, self._cuts(saved) if before is None else before.cuts)
 
-    def _refuse_frequencies(self, accumulate: int) -> None:
-        for config in self._strategy.lr_scheduler_configs if self._changes(accumulate) else ():
+    @property
+    def _changed(self) -> str:
+        """What keep_global_batch has changed. Empty if nothing."""
+        before, now = self._users_accumulate, self._trainer.accumulate_grad_batches
+        return "" if before == now else f"keep_global_batch=True changes accumulate_grad_batches from {before} to {now}"
+
+    def _refuse_frequencies(self) -> None:
+        for config in self._strategy.lr_scheduler_configs if self._changed else ():
             if config.interval == "step" and config.frequency != 1:
                 raise MisconfigurationException(
-                    f"keep_global_batch=True changes accumulate_grad_batches from {accumulate} to"
-                    f" {self._trainer.accumulate_grad_batches}, and Lightning counts a scheduler's"
-                    f" frequency={config.frequency} in batches. Set frequency=1, and let the scheduler count steps."
+                    f"{self._changed}, and Lightning counts a scheduler's frequency={config.frequency} in batches. Set"
+                    " frequency=1, and let the scheduler count steps."
                 )
-
-    def _changes(self, accumulate: int) -> bool:
-        return self._trainer.accumulate_grad_batches != accumulate
 
     def _cuts(self, saved: Mapping[str, Any]) -> list[tuple[int, list[float]]]:
         """The shares, from which micro-batch of the epoch on."""
@@ -185,14 +218,21 @@ class DividedRanks(Part):
         if not isinstance(shares, str):
             return [(0, [float(share) for share in shares])]
         cuts = [(int(begin), [float(one) for one in parts]) for begin, parts in saved.get("cuts", ())]
-        if shares == "auto" and cuts and len(cuts[-1][1]) == ranks:
+        is_bounded = bool(cuts) and max(cuts[-1][1]) <= self._most(round(sum(cuts[-1][1])))
+        if shares == "auto" and is_bounded and len(cuts[-1][1]) == ranks:
             self._cuts_made = int(saved["cuts_made"])
             return cuts
         return [(0, [1.0] * ranks)]
 
+    def _most(self, number: int) -> int:
+        """The most samples that a rank may get of so many."""
+        return math.ceil(self._policy.max_share * number / self._ranks.world_size)
+
     @override
     def on_train_start(self) -> None:
         """Logs the division."""
+        self._trains = True
+        self._refuse_frequencies()
         if len(iterators_in_training(self._trainer)) > 1:
             raise MisconfigurationException(
                 "rank_shares and keep_global_batch divide the samples of one training loader, and there are several."
@@ -222,7 +262,7 @@ class DividedRanks(Part):
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None and self._users_accumulate is not None:
             trainer.accumulate_grad_batches = self._users_accumulate
-        self._users_accumulate = None
+        self._users_accumulate, self._trains = None, False
 
     # A step.
 
@@ -241,6 +281,8 @@ class DividedRanks(Part):
             return run(*args, **kwargs), None
         samples = self._division.samples(self._trainer.fit_loop.epoch_loop.batch_idx)
         measured = self._trained - self._measures_at
+        if samples is None:
+            raise AssertionError("the samples of a micro-batch are not known")
         self._trained += 1
         most_cuts = _MOST_CUTS if self._policy.rank_shares == "auto" else 1
         measures = self._policy.rank_shares != "equal" and self._cuts_made < most_cuts and self._ranks.world_size > 1
@@ -248,7 +290,7 @@ class DividedRanks(Part):
             return run(*args, **kwargs), samples
         output, seconds = self._timed(run, *args, **kwargs)
         # Without samples of its own, it had one that counts nothing.
-        self._measured.append((max(1, samples or 0), seconds))
+        self._measured.append((max(1, samples), seconds))
         if measured == _MEASURED - 1:
             self._compare(self._division)
         return output, samples
@@ -270,8 +312,7 @@ class DividedRanks(Part):
         if self._policy.rank_shares != "auto":
             return
         number = division.batches.step // division.batches.micro_batches
-        most = math.ceil(self._policy.max_share * number / self._ranks.world_size)
-        parts = fastest_cut(number, self._costs, most)
+        parts = fastest_cut(number, self._costs, self._most(number))
         # What is drawn already, on any rank, stays as it is.
         begin = max(drawn for _, drawn in found)
         division.cuts.append((begin, [float(part) for part in parts]))

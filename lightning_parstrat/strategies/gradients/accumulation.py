@@ -21,7 +21,11 @@ from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
-from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights
+from lightning_parstrat.distributed.gradients.loss_weights import (
+    WEIGHT_CAME_LATE,
+    InconsistentWeightsError,
+    LossWeights,
+)
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,
@@ -151,10 +155,8 @@ class Accumulation(Part):
                     "`training_step` returned a `loss_weight` on some ranks and none on others. Return it on all ranks."
                 )
             self._by_samples = not is_given
-        if self._by_samples and is_given:
-            raise InconsistentWeightsError(
-                "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
-            )
+        if self._by_samples and is_given and self._weights is not None:
+            self._weights.note_fault(WEIGHT_CAME_LATE)
         # A rank without samples repeats one, which counts nothing.
         return samples if self._by_samples or samples == 0 else self._loss_weight
 
