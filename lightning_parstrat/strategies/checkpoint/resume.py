@@ -102,6 +102,7 @@ class Resume(Part):
         self._ranks = ranks
         # The checkpoint's entry, and the states that Lightning gives to loaders with states of their own.
         self._saved, self._given = _NOTHING, list[Any]()
+        self._read = _NOTHING
         # The loaders that know their places, and how many have been followed in all.
         self._loaders, self._followed = list[weakref.ref[Any]](), 0
         self._has_resumed = self._trains = self._warned = False
@@ -155,6 +156,8 @@ class Resume(Part):
             states["combined_loader"] = of_loaders
         # A copy: Lightning hands the original to the loaders when it restores the loops.
         self._given = copy.deepcopy(states.get("combined_loader") or [])
+        # Loaders that are made before `before_loaders` are made again.
+        self._read, self._saved = self._saved, _NOTHING
 
     @property
     def _own(self) -> Mapping[str, Any] | None:
@@ -169,7 +172,7 @@ class Resume(Part):
         """
         forget_loaders(self._trainer)
         self._restore_loaders()
-        self._followed = 0
+        self._saved, self._followed = self._read, 0
         if self._own is not None:
             set_rng_state(self._own["rng"])
 
@@ -344,7 +347,8 @@ class Resume(Part):
         if trainer is not None:
             give_back_loop(trainer.fit_loop.epoch_loop)
             give_back_loop(trainer.fit_loop.epoch_loop.val_loop)
-        self._saved, self._given, self._followed = _NOTHING, [], 0
+        self._saved = self._read = _NOTHING
+        self._given, self._followed = [], 0
         filters: Any = warnings.filters
         if self._hides_warning in filters:
             filters.remove(self._hides_warning)

@@ -1,6 +1,7 @@
 """Trainings whose samples are divided unequally, or whose ranks change, end where one process ends."""
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -349,7 +350,9 @@ def train_and_resume(name: str, folder: str) -> list[bool]:
     uninterrupted = train(None, callbacks=[Saves(folder, after)])
     found = []
     for number in after:
-        resumed = train(f"{folder}/{number}.ckpt")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "The checkpoint was saved within an epoch")
+            resumed = train(f"{folder}/{number}.ckpt")
         left = {step: uninterrupted.samples[step] for step in resumed.samples}
         same_parts = resumed.parts == uninterrupted.parts[-len(resumed.parts) :]
         same = distance(resumed.parameters, uninterrupted.parameters) == 0
