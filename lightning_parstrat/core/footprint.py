@@ -42,7 +42,7 @@ class Training:
         precision: The Trainer's precision, one of ``PRECISIONS``.
         nodes: Number of nodes.
         devices: Ranks of each node.
-        shard_ranks: Ranks that share a copy of the state under ``zero1_custom``. By default, all.
+        shard_ranks: Ranks that share a copy of what is sharded. By default, all.
         micro_batches: Micro-batches of a step.
         frozen: Elements of parameters that are not trained.
         buffers: Elements of buffers, which every rank holds.
@@ -168,9 +168,9 @@ def zero1(training: Training, shards_gradients: bool = False) -> Footprint:
 
 def zero3(training: Training) -> Footprint:
     """Under ``zero3_custom``: torch's FSDP2. FSDP2 steps its shards in the dtype that the module has."""
-    widths, count, ranks = training.widths, training.parameters, training.ranks
+    widths, count, shards = training.widths, training.parameters, training.shard_ranks or training.ranks
     every = count + training.frozen
-    held = ((1 + training.values) * widths.parameter * count + widths.parameter * every) / ranks
+    held = ((1 + training.values) * widths.parameter * count + widths.parameter * every) / shards
     held += widths.parameter * training.buffers
     # The unit that computes, and the one that is gathered next. Gradients of one unit, and of another one in flight, in
     # fp32. If gradients travel in 16 bits, a rounded copy beside the fp32 one.
@@ -179,17 +179,22 @@ def zero3(training: Training) -> Footprint:
     within += training.root * (widths.gathered + widths.parameter)
     # Autocast makes no copy of parameters that are gathered in its dtype.
     cast = 0 if widths.gathered < widths.parameter else widths.cast * every
-    share = training.micro_batches * (ranks - 1) / ranks
+    share = training.micro_batches * (shards - 1) / shards
     forward = share * widths.gathered * every
-    sent = forward + share * (widths.gathered * (every - training.root) + widths.parameter * count)
+    within_group = forward + share * (widths.gathered * (every - training.root) + widths.parameter * count)
+    # Between the groups, each rank's shard of a sum is all-reduced.
+    copies = training.ranks // shards
+    summed = training.micro_batches * 2 * (copies - 1) / copies * max(4, widths.parameter) * count / shards
+    sent = within_group + summed
+    # A ring of a group's ranks: as many bytes leave a node as leave a rank, unless the group is on one node.
+    on_link = (within_group if shards > training.devices else 0) + summed * training.devices
     return Footprint(
         "zero3_custom",
         held + within + cast,
         held,
         held,
         sent,
-        # A ring of all ranks: as many bytes leave a node as leave a rank.
-        sent,
+        on_link if training.nodes > 1 else sent,
         training.micro_batches,
         training.micro_batches,
         forward / sent if sent else 0.0,

@@ -47,7 +47,7 @@ class ShardingPolicy:
     gather_dtype: CommDtype = None
 
     def __post_init__(self) -> None:
-        cap, bound, group = self.bucket_cap_mb, self.max_inflight_buckets, self.shard_group
+        cap, bound = self.bucket_cap_mb, self.max_inflight_buckets
         number = is_number(cap) and float(cap) > 0
         check(self, "bucket_cap_mb", number or cap == "auto", "a positive number of MiB, such as 8, or 'auto'")
         check_choices(self, partition=PartitionChoice)
@@ -57,8 +57,7 @@ class ShardingPolicy:
         check_flags(self, "overlap_param_gather", "shard_gradients")
         allowed = is_whole(bound, 1) or bound in ("auto", None)
         check(self, "max_inflight_buckets", allowed, "a whole number >= 1, 'auto' or None")
-        allowed = is_whole(group, 1) or group in ("all", "node")
-        check(self, "shard_group", allowed, "'all', 'node', or a whole number of ranks >= 1, such as 8")
+        _check_shard_group(self)
         _name_dtypes(self, "comm_dtype", "gather_dtype")
         for name in ("comm_dtype", "gather_dtype"):
             allowed = getattr(self, name) in ("bf16", None)
@@ -128,6 +127,7 @@ class FullShardingPolicy:
     min_num_params: int = 0
     reshard_after_forward: bool = True
     shard_gradients: bool = True
+    shard_group: ShardGroupChoice = "all"
     comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None
     param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto"
 
@@ -138,6 +138,7 @@ class FullShardingPolicy:
         check(self, "auto_wrap_policy", allowed, "a list or set of classes or their names, or None")
         check(self, "min_num_params", is_whole(self.min_num_params, 0), "a whole number >= 0")
         check_flags(self, "reshard_after_forward", "shard_gradients")
+        _check_shard_group(self)
         _name_dtypes(self, "comm_dtype", "param_dtype")
         allowed = self.comm_dtype in ("bf16", "fp32", None)
         check(self, "comm_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
@@ -180,6 +181,11 @@ class DivisionPolicy:
 
 _IN_FLIGHT_ON_GPU = 4
 """Enough to keep the network busy: one bucket is sent, one waits for it, and two are being filled."""
+
+
+def _check_shard_group(policy: ShardingPolicy | FullShardingPolicy) -> None:
+    allowed = is_whole(policy.shard_group, 1) or policy.shard_group in ("all", "node")
+    check(policy, "shard_group", allowed, "'all', 'node', or a whole number of ranks >= 1, such as 8")
 
 
 _DTYPE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float32: "fp32"}

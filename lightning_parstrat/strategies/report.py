@@ -190,6 +190,7 @@ def line_of_training(
     optimizers: Sequence[Optimizer],
     ranks: int,
     own_numel: Callable[[Tensor], int] | None = None,
+    copies: int = 1,
 ) -> str:
     """The first line of a fit that divides parameters, gradients and optimizer state, or none of them.
 
@@ -198,6 +199,7 @@ def line_of_training(
         optimizers: The optimizers, which step parameters.
         ranks: The number of ranks.
         own_numel: How many elements of a parameter this rank has. None for all.
+        copies: How many groups of ranks hold all of it.
     """
     ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
 
@@ -215,7 +217,7 @@ def line_of_training(
     what = "weights, gradients" if None in ratios else "weights, gradients, optimizer state"
     own = total(own_numel or Tensor.numel)
     whole = total(Tensor.numel) if own_numel else own
-    return _line(count, ranks, what if own_numel else "", own, whole, None in ratios)
+    return _line(count, ranks, what if own_numel else "", own, whole, None in ratios, copies)
 
 
 def not_sharded(engine: ShardedDataParallel) -> str:

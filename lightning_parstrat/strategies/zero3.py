@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
+from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.wording import count_of, counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreement, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -27,7 +28,7 @@ from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, place_in
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
@@ -65,6 +66,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         shard_gradients: Whether every micro-batch is reduce-scattered and accumulated in shards
             (``accumulate_grad_batches``). ``False`` sends gradients once in a step, and keeps them whole on every rank
             until then.
+        shard_group: Which ranks share one copy of parameters, gradients and optimizer state. ``"all"`` is all ranks,
+            ``"node"`` the ranks of each node, and a number so many consecutive ranks. Parameters are then gathered
+            within a group, and gradients are summed over all. A rank of a group of G holds 1/G.
         comm_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
             fp32 gradients. By default gradients are sent in their own dtype. ``"fp32"`` widens the gradients of
             "bf16-true" before they are sent.
@@ -88,6 +92,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool = True,
         shard_gradients: bool = True,
+        shard_group: ShardGroupChoice = "all",
         comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
         param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto",
         **kwargs: Any,
@@ -97,6 +102,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             min_num_params=min_num_params,
             reshard_after_forward=reshard_after_forward,
             shard_gradients=shard_gradients,
+            shard_group=shard_group,
             comm_dtype=comm_dtype,
             param_dtype=param_dtype,
         )
@@ -173,14 +179,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             autocasts=self.precision_plugin.precision == "bf16-mixed",
         )
         for copy in averaged_copies(module.trainer):
-            shard_copy(copy, module)
+            shard_copy(copy, module, self._ranks.groups.gradients)
 
     def _make_collectives(self) -> Collectives:
-        """Creates the collectives that send gradients. Collective on GPUs."""
-        topology = None
-        if self.root_device.type != "cpu" and self.world_size > 1:
-            topology = topology_of_ranks(self.node_rank, self._ranks.control)
-        collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology)
+        """Creates the collectives that send gradients. Collective."""
+        topology = topology_of_ranks(self.node_rank, self._ranks.control)
+        groups = ShardGroups.chosen(self._policy.shard_group, topology)
+        collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology, groups)
         if collectives.widens and self._policy.comm_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         return collectives
@@ -366,7 +371,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
-        line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel())
+        copies = place_in(self._training_module).copies
+        line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel(), copies)
         self._fit_report.say(line)
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
         kept_whole = sum(size for size, leaf in leaves if leaf.tensor is leaf.parameter)

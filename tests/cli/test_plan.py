@@ -125,6 +125,9 @@ def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> No
         assert zero1["sent_bytes"] == pytest.approx(2 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
         # Groups of two nodes send half of each phase's bytes over a node's link, and all groups the shards of a node.
         assert zero1["wire_seconds"] == pytest.approx((between * 4 * 10**7 + 8 * summed) / 1e9)
+        zero3 = plan(capsys, 0, words)["zero3_custom"]
+        assert zero3["held_bytes"] == 16 / size * 10**7
+        assert zero3["sent_bytes"] == pytest.approx(3 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
 
 
 def test_what_equal_shares_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ WRONG: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
     (ZeRO1Strategy, "expose_gradients", ("yes",), "'auto', True or False."),
     (ZeRO1Strategy, "master_weights", (32,), "'auto', True or False."),
     (ZeRO1Strategy, "shard_group", ("rack", 0, True, 2.0), "'all', 'node', or a whole number of ranks >= 1"),
+    (ZeRO3Strategy, "shard_group", (-1, "nodes"), "'all', 'node', or a whole number of ranks >= 1"),
     (ZeRO1Strategy, "partial_window", NO_CHOICES, "one of ('exact', 'lightning')."),
     (ZeRO1Strategy, "clip_scope", NO_CHOICES, "one of ('optimizer', 'global')."),
     (ZeRO1Strategy, "nonfinite_grads", NO_CHOICES, "one of ('propagate', 'skip', 'raise')."),

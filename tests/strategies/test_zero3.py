@@ -217,3 +217,22 @@ def resume(module: zoo.Zoo, strategy: Any, path: str) -> list[Tensor]:
 @pytest.mark.parametrize("state_dict_type", slow_unless(lambda one: one == "full", ["full", "sharded"]))
 def test_a_checkpoint_is_loaded_on_all_ranks(pool: RankPool, tmp_path: Path, state_dict_type: str) -> None:
     assert max(pool.run(2, go_on, str(tmp_path), state_dict_type)) <= FP32
+
+
+def train_in_other_groups(*sizes: Any) -> str:
+    torch.manual_seed(0)
+    module = zoo.MLP()
+    try:
+        for size in sizes:
+            make_trainer(zero3(shard_group=size)).fit(module, zoo.loader(16, 4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_a_module_stay(pool: RankPool) -> None:
+    assert set(pool.run(2, train_in_other_groups, 1, 1)) == {""}
+    for error in pool.run(2, train_in_other_groups, 1, "all"):
+        assert "already sharded over groups of 1 ranks, and this training has groups of 2" in error
+    for error in pool.run(2, train_in_other_groups, 3):
+        assert "shard_group=3 does not divide the 2 ranks" in error

@@ -9,7 +9,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_parstrat import TunedDDPStrategy
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.stepping import is_sharded, sharding_of
+from lightning_parstrat.distributed.fsdp.sharding import place_in
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from tests.comparing import assert_same
 from tests.strategies import zoo
@@ -25,6 +28,7 @@ from tests.strategies.parity import (
     largest_loss_difference,
     reference,
     train,
+    whole,
     zero1,
     zero3,
 )
@@ -119,6 +123,12 @@ def whole_or_units(case: Case, number: int, make: Callable[..., Any] = zero3) ->
     return make(**ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.zero3 == EQUAL else {})
 
 
+def zero3_in_groups(case: Case, number: int) -> Any:
+    policy = ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.of_zero3 is None else case.of_zero3
+    # 4 by 1 and 2, 6 by 2 and 3.
+    return zero3(**policy, shard_group=dist.get_world_size() // 2 - number // 2 % 2)
+
+
 def parameters_were_under_way(trainer: Trainer) -> bool:
     return trainer.strategy.under_way > 0
 
@@ -159,6 +169,15 @@ def copies(trainer: Trainer) -> tuple[list[Tensor], int, list[Any]]:
     return [parameter.detach() for parameter in trainer.lightning_module.parameters()], shard, state
 
 
+def copies_of_zero3(trainer: Trainer) -> tuple[list[Tensor], int, list[Any]]:
+    """The whole parameters and, with the number of this rank's shard, the shards of parameters and state."""
+    parameters = list(trainer.lightning_module.parameters())
+    states = [optimizer.state.get(one) for optimizer in map(unwrapped, trainer.optimizers) for one in parameters]
+    shard = place_in(trainer.lightning_module).shard
+    own = [local(one.detach()) for one in parameters], replace_leaves(states, local)
+    return [whole(one.detach()) for one in parameters], shard, list(own)
+
+
 def check_copies(name: str, seen: list[tuple[list[Tensor], int, list[Any]]]) -> None:
     """Nothing would bring copies together again."""
     states: dict[int, list[Any]] = {}
@@ -193,6 +212,15 @@ WAYS: dict[str, Way] = {
     ),
     "groups": Way("zero1", in_groups, (4, 6), look=copies, check=check_copies),
     "zero3": Way("zero3", whole_or_units),
+    # Some of each kind: all but errors, and what depends on how ranks call their modules.
+    "zero3 in groups": Way(
+        "zero3",
+        zero3_in_groups,
+        (4, 6),
+        suits=lambda case: case.zero3 == EQUAL and case.units and bool(case.trainer or case.of_zero3),
+        look=copies_of_zero3,
+        check=check_copies,
+    ),
     "ddp_tuned": Way("ddp_tuned", lambda case, number: TunedDDPStrategy(partial_window="lightning"), (2, 3)),
     "ddp_tuned that finds unused": Way(
         "ddp_tuned_find_unused_parameters_true",

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parstrat.core.shard_groups import ShardPlace
+from lightning_parstrat.core.shard_groups import ShardPlace, piece_bounds
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 
 
@@ -52,22 +51,33 @@ def cut_in_bucket(slot: ParameterSlot, place: ShardPlace) -> Cut:
     return Cut(tuple(slot.parameter.shape), slot.strides, own, written, slot.shard)
 
 
-def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
-    """How parameters that FSDP2 has sharded are cut along their first dimension over all ranks. Others are left out.
+def cuts_in_rows(parameters: Iterable[Tensor], place: ShardPlace) -> dict[Tensor, Cut]:
+    """How parameters that FSDP2 has sharded are cut along their first dimension. Others are left out.
 
     The parts are equal, except for the last ones, which may be shorter or empty. As elements lie row by row, each part
     is one run of them. Not collective.
+
+    Args:
+        parameters: Parameters of a module.
+        place: The part that this rank holds.
     """
-    return {one: _cut_in_rows(one) for one in parameters if isinstance(one, DTensor)}
+    return {one: _cut_in_rows(one, place) for one in parameters if isinstance(one, DTensor)}
 
 
-def _cut_in_rows(parameter: DTensor) -> Cut:
+def _cut_in_rows(parameter: DTensor, place: ShardPlace) -> Cut:
+    own = own_rows(parameter)
+    bounds = piece_bounds(own.stop - own.start, place.copies)
+    first, last = (own.start + bounds[number] for number in (place.copy, place.copy + 1))
+    return Cut(tuple(parameter.shape), parameter.stride(), own, slice(first, last), parameter)
+
+
+def own_rows(parameter: DTensor) -> slice:
+    """The elements of a parameter that this rank holds, if FSDP2 has sharded it. Not collective."""
     # As torch cuts. Beyond the last row there are no elements.
     rows, numel = parameter.shape[0], parameter.numel()
     length = -(-rows // parameter.device_mesh.size()) * (numel // rows)
-    begin = min(dist.get_rank() * length, numel)
-    own = slice(begin, begin + local(parameter).numel())
-    return Cut(tuple(parameter.shape), parameter.stride(), own, own, parameter)
+    begin = min(parameter.device_mesh.get_local_rank() * length, numel)
+    return slice(begin, begin + local(parameter).numel())
 
 
 def local(tensor: Tensor) -> Tensor:

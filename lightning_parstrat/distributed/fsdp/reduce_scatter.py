@@ -15,7 +15,7 @@ class ExchangedReduceScatter:
     Between CPUs, each rank of N sends (N - 1) / N of a unit's gradients. Gloo's own reduce-scatter sends twice as much.
 
     Args:
-        collectives: Collectives of all ranks that share the parameters.
+        collectives: Sum the gradients of all ranks, those of other copies included.
         travels_in: The dtype to which gradients are rounded before they are sent. None sends them unchanged. They are
             summed in their own dtype. Rounding needs two more buffers of the unit's gradients in this dtype.
         before: Called before gradients are sent. It raises if other ranks do not send theirs.
@@ -42,5 +42,11 @@ class ExchangedReduceScatter:
         self._before()
         sent = input_tensor if self._travels_in is None else input_tensor.to(self._travels_in)
         self._collectives.reduce_scatter(sent, output_tensor).wait()
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(self._collectives.shard_count)
+        # FSDP2 knows of the ranks of one copy.
+        divisor = self._collectives.place.copies * (self._collectives.shard_count if op == dist.ReduceOp.AVG else 1)
+        if divisor > 1:
+            output_tensor.div_(divisor)
+
+    def sum_over_copies(self, gradients: Tensor) -> None:
+        """The mean over copies, in place, if a copy has one rank. FSDP2 then reduces nothing by itself. Collective."""
+        self(gradients, gradients.clone(), self._collectives.group, dist.ReduceOp.SUM)

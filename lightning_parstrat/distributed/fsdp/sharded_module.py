@@ -32,7 +32,7 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, shard
+from lightning_parstrat.distributed.fsdp.sharding import check_groups, is_sharded_module, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
@@ -125,7 +125,8 @@ class ShardedModule:
         self._policy = policy
         is_new = not is_sharded_module(module)
         if is_new:
-            shard(module, self._group, device, policy, by_child)
+            shard(module, collectives, device, policy, by_child)
+        check_groups(module, collectives.shard_groups)
         self.units = [part for part in self._parts if part is not module]
         self.clock: Callable[[], Callable[[], None]] | None = None
         """Called before each gather of a forward. It returns a function that is called after the gather."""
@@ -209,6 +210,8 @@ class ShardedModule:
             # For all parts: an earlier training of the module may have had another setting.
             chosen = ExchangedReduceScatter(collectives, travel.get(own), self._before_reduction)
             part.set_custom_reduce_scatter(chosen)
+            if collectives.shard_count == 1:
+                part.set_all_reduce_hook(chosen.sum_over_copies)
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for number, leaf in enumerate(self.leaves):

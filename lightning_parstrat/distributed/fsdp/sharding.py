@@ -17,13 +17,16 @@ from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups, ShardPlace
 from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
+from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.fsdp.units import find_units, whole_parameters
 from lightning_parstrat.distributed.fsdp.whole import let_be_copied
 from lightning_parstrat.distributed.torch_compat import take_over_attributes
 
-_SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_SHARDED: "weakref.WeakKeyDictionary[nn.Module, ShardGroups]" = weakref.WeakKeyDictionary()
 
 
 def is_sharded_module(module: nn.Module) -> bool:
@@ -31,9 +34,28 @@ def is_sharded_module(module: nn.Module) -> bool:
     return module in _SHARDED
 
 
+def check_groups(module: nn.Module, groups: ShardGroups) -> None:
+    """Raises an error if a sharded module is not held by these groups. Not collective.
+
+    Raises:
+        ValueError: An earlier training has sharded it over other groups.
+    """
+    if _SHARDED[module] != groups:
+        raise ValueError(
+            f"The module is already sharded over groups of {_SHARDED[module].size} ranks, and this training has groups"
+            f" of {groups.size}. Set the `shard_group` of the earlier training. Or make a new module, and load a"
+            " checkpoint into it."
+        )
+
+
+def place_in(module: nn.Module) -> ShardPlace:
+    """The part of a sharded module that this rank holds."""
+    return _SHARDED[module].place(dist.get_rank())
+
+
 def shard(
     module: nn.Module,
-    group: dist.ProcessGroup,
+    collectives: Collectives,
     device: torch.device,
     policy: FullShardingPolicy,
     by_child: bool,
@@ -42,7 +64,7 @@ def shard(
 
     Args:
         module: On the host, on the device or on the meta device, which may differ by rank.
-        group: Gathers the parameters.
+        collectives: Of all ranks. Their shard groups hold a copy of the module each.
         device: The device on which the module is to train.
         policy: Which modules are units, and whether they free their parameters between forward and backward.
         by_child: Whether training calls children of the root. Then no parameters of the root itself are gathered.
@@ -64,8 +86,10 @@ def shard(
     if by_child:
         inside = {parameter for unit in units for parameter in unit.parameters()}
         whole |= {parameter for parameter in before.values() if parameter not in inside}
+    group = collectives.group
     to_reset = _parts_without_values(module, whole, group, device)
-    mesh = DeviceMesh.from_group(group, device.type)
+    mates = group if collectives.place.copies == 1 else subgroup(group, collectives.mates)
+    mesh = DeviceMesh.from_group(mates, device.type)
     names = {part: name for name, part in module.named_modules()}
     own = set(vars(module))
     # None: the root's parameters stay gathered from forward to backward, which follow each other at once.
@@ -85,7 +109,7 @@ def shard(
         if isinstance(part, nn.RNNBase):
             # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
             vars(part)["flatten_parameters"] = _leave_where_they_are
-    _SHARDED.add(module)
+    _SHARDED[module] = collectives.shard_groups
 
 
 def _leave_where_they_are() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.engine.cuts import Run
 
 
@@ -144,15 +146,16 @@ def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shard_copy(copy: nn.Module, module: nn.Module) -> None:
+def shard_copy(copy: nn.Module, module: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives a copy of a module shards of rank 0's values, for the module's sharded parameters. Collective.
 
-    Tied parameters stay tied. The copy then keeps weights, and cannot be called. It costs a scatter for each parameter.
-    Nothing happens to a copy of a sharded module.
+    Tied parameters stay tied. The copy then keeps weights, and cannot be called. It costs a broadcast for each
+    parameter. Nothing happens to a copy of a sharded module.
 
     Args:
         copy: A copy of the module.
         module: Sharded by FSDP2.
+        group: The process group of all ranks.
     """
     if holds_shards(copy):
         return
@@ -165,9 +168,9 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
             if not isinstance(parameter, DTensor):
                 continue
             if whole not in shards:
-                there = whole.detach().to(parameter.device)
-                shard = distribute_tensor(there, parameter.device_mesh, parameter.placements)
-                shards[whole] = nn.Parameter(shard, whole.requires_grad)
+                there = whole.detach().to(parameter.device, copy=True)
+                broadcast_tensors([there], group)
+                shards[whole] = nn.Parameter(shard_like(there, parameter), whole.requires_grad)
             setattr(part, own, shards[whole])
 
 

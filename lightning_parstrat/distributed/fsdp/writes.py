@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parstrat.distributed.engine.cuts import cuts_in_rows, local
+from lightning_parstrat.distributed.engine.cuts import local, own_rows
 from lightning_parstrat.distributed.torch_compat import call_before_freeing, copy_all, gathered_by_fsdp
 
 
@@ -45,8 +45,7 @@ class Writes:
             # Setting `data` gives a tensor another storage.
             both = [(names[parameter], tensor) for parameter, one in gathered for tensor in (parameter, one)]
             self._storages += [(name, tensor, tensor.untyped_storage()) for name, tensor in both]
-            cuts = cuts_in_rows(parameter for parameter, _ in gathered)
-            own = [(parameter, one.detach().view(-1)[cuts[parameter].own]) for parameter, one in gathered]
+            own = [(parameter, one.detach().view(-1)[own_rows(parameter)]) for parameter, one in gathered]
             call_before_freeing(part, functools.partial(self._keep, number, [pair for pair in own if pair[1].numel()]))
             part.reshard()
 

@@ -4,6 +4,7 @@ For the p-norm, every rank contributes ``sum |g|^p`` of the gradients that it ow
 ``max |g|``. The sum (the maximum) over ranks gives the norm of all gradients, since exactly one rank owns each element.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -71,22 +73,34 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     distributed = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     replicated_parameters = [p for p in parameters if p not in slots and not isinstance(p, DTensor)]
     shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
-    own = _gradients(shard for shard in shards if shard is not None) + [local(g) for g in _gradients(distributed)]
+    own = _gradients(shard for shard in shards if shard is not None)
     collectives = shardings[0].reducer.collectives if shardings else None
-    if distributed:
-        collectives = make_collectives(distributed[0].device_mesh.get_group(), distributed[0].device)
+    if distributed and dist.group.WORLD is not None:
+        collectives = make_collectives(dist.group.WORLD, distributed[0].device)
     # A replicated gradient is counted once, and so is a shard that several groups hold.
     counts_replicated = collectives is None or collectives.rank == 0
     counts_own = collectives is None or collectives.place.copy == 0
     replicated = _gradients(replicated_parameters)
     return StepGradients(
-        stepped=own + replicated,
-        counted=(own if counts_own else []) + (replicated if counts_replicated else []),
+        stepped=own + [local(gradient) for gradient in _gradients(distributed)] + replicated,
+        counted=(own if counts_own else [])
+        + [local(gradient) for gradient in _gradients(one for one in distributed if _is_counted(one))]
+        + (replicated if counts_replicated else []),
         # 16-bit sums would overflow.
         dtype=torch.float64 if any(p.dtype in _64_BITS for p in parameters) else torch.float32,
         device=parameters[0].device if parameters else torch.device("cpu"),
         collectives=collectives,
     )
+
+
+def _is_counted(parameter: DTensor) -> bool:
+    """Whether this rank counts its shard of a parameter. Others may hold the same elements."""
+    return _holds_first_copy(parameter.device_mesh)
+
+
+@functools.cache
+def _holds_first_copy(mesh: DeviceMesh) -> bool:
+    return 0 in mesh.mesh
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

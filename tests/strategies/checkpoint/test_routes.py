@@ -50,7 +50,7 @@ class Route(NamedTuple):
         if self.module == "unfrozen" and "ddp" in (self.source, self.target):
             return False
         sides = zip((self.source, self.target), self.ranks, strict=True)
-        return all((ranks == 1) if name == "single" else (ranks == 4 or name != "grouped") for name, ranks in sides)
+        return all((ranks == 1) if name == "single" else (ranks == 4 or "grouped" not in name) for name, ranks in sides)
 
     def __str__(self) -> str:
         return f"{self.module}-{self.source}-{self.ranks[0]}-{self.form}-{self.target}-{self.ranks[1]}"
@@ -76,7 +76,7 @@ def cover(rows: Sequence[tuple[Any, ...]], together: int, begun: Iterable[tuple[
                 yield row
 
 
-RANKS = ((2, 2), (2, 3), (3, 2), (4, 1), (1, 4), (4, 4))
+RANKS = ((2, 2), (2, 3), (3, 2), (4, 1), (4, 3), (1, 4), (2, 4), (4, 4))
 TRAINED_AS_ONE_DEVICE = [name for name in MODULES if name != "normalised"]
 """Batches of several ranks are not normalised as one."""
 # Shuffled, so that rows that are taken one after the other differ in much.
@@ -100,6 +100,8 @@ QUICK = [
     Route("unused", "zero3 whole", "async", "tuned", (4, 1)),
     Route("convolutional", "zero3", "consolidated", "ddp", (1, 4)),
     Route("tied", "zero3", "full", "zero1", (3, 2)),
+    Route("scheduled", "zero3 grouped", "sharded", "zero3", (4, 1)),
+    Route("tied", "zero3", "async", "zero3 grouped", (2, 4)),
     Route("scheduled", "zero1", "full", "zero1", (2, 2)),
 ]
 ROUTES = [*QUICK, *cover(POSSIBLE, 2, begun=QUICK)]

@@ -32,6 +32,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "grouped": partial(zero1, shard_group=2),
     "tuned": tuned,
     "zero3": zero3,
+    "zero3 grouped": partial(zero3, shard_group=2),
     "zero3 whole": partial(zero3, min_num_params=10**6),
 }
 FORMATS: dict[str, dict[str, Any]] = {
