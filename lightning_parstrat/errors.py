@@ -8,6 +8,7 @@ from lightning_parstrat.distributed.comm.liveness import MissingRanksError
 from lightning_parstrat.distributed.ddp.trained_parameters import DifferentParametersError
 from lightning_parstrat.distributed.engine.stepping import ClosureEvaluatedAgainError
 from lightning_parstrat.distributed.fsdp.sharded_module import DifferentModulesError, NestedBackwardError
+from lightning_parstrat.distributed.fsdp.tensor_plan import TensorPlanError
 from lightning_parstrat.distributed.fsdp.writes import RefusedWriteError
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
@@ -23,4 +24,5 @@ __all__ = [
     "NestedBackwardError",
     "NonfiniteGradientError",
     "RefusedWriteError",
+    "TensorPlanError",
 ]

@@ -45,6 +45,7 @@ class ShardingPolicy:
     shard_gradients: bool = False
     comm_dtype: CommDtype = None
     gather_dtype: CommDtype = None
+    activation_checkpointing_policy: WrapPolicy = None
 
     def __post_init__(self) -> None:
         cap, bound = self.bucket_cap_mb, self.max_inflight_buckets
@@ -58,6 +59,7 @@ class ShardingPolicy:
         allowed = is_whole(bound, 1) or bound in ("auto", None)
         check(self, "max_inflight_buckets", allowed, "a whole number >= 1, 'auto' or None")
         _check_shard_group(self)
+        _check_classes(self, "activation_checkpointing_policy")
         _name_dtypes(self, "comm_dtype", "gather_dtype")
         for name in ("comm_dtype", "gather_dtype"):
             allowed = getattr(self, name) in ("bf16", None)
@@ -128,17 +130,18 @@ class FullShardingPolicy:
     reshard_after_forward: bool = True
     shard_gradients: bool = True
     shard_group: ShardGroupChoice = "all"
+    tensor_parallel_size: int = 1
     comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None
     param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto"
+    activation_checkpointing_policy: WrapPolicy = None
 
     def __post_init__(self) -> None:
-        classes = self.auto_wrap_policy
-        allowed = classes is None or isinstance(classes, (list, tuple, set, frozenset))
-        allowed = allowed and all(isinstance(one, (str, type)) for one in classes or ())
-        check(self, "auto_wrap_policy", allowed, "a list or set of classes or their names, or None")
+        _check_classes(self, "auto_wrap_policy")
+        _check_classes(self, "activation_checkpointing_policy")
         check(self, "min_num_params", is_whole(self.min_num_params, 0), "a whole number >= 0")
         check_flags(self, "reshard_after_forward", "shard_gradients")
         _check_shard_group(self)
+        check(self, "tensor_parallel_size", is_whole(self.tensor_parallel_size, 1), "a whole number of ranks >= 1")
         _name_dtypes(self, "comm_dtype", "param_dtype")
         allowed = self.comm_dtype in ("bf16", "fp32", None)
         check(self, "comm_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
@@ -181,6 +184,13 @@ class DivisionPolicy:
 
 _IN_FLIGHT_ON_GPU = 4
 """Enough to keep the network busy: one bucket is sent, one waits for it, and two are being filled."""
+
+
+def _check_classes(policy: object, name: str) -> None:
+    classes = getattr(policy, name)
+    allowed = classes is None or isinstance(classes, (list, tuple, set, frozenset))
+    allowed = allowed and all(isinstance(one, (str, type)) for one in classes or ())
+    check(policy, name, allowed, "a list or set of classes or their names, or None")
 
 
 def _check_shard_group(policy: ShardingPolicy | FullShardingPolicy) -> None:

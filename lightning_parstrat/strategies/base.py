@@ -288,12 +288,9 @@ class ComposedStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of ranks that a sampler splits the data among, and the number of this rank."""
-        kwargs = super().distributed_sampler_kwargs
-        if started_ranks(self.cluster_environment) is not None:
-            # Lightning multiplies the nodes by this node's devices. Nodes may have different numbers of devices.
-            kwargs["num_replicas"] = self.world_size
-        return kwargs
+        """The number of ranks that a sampler splits the data among, and the number of this rank among them."""
+        # Lightning multiplies the nodes by this node's devices. Nodes may have different numbers of devices.
+        return {"num_replicas": self._ranks.data_ranks, "rank": self._ranks.data_rank}
 
     @override
     def setup_distributed(self) -> None:

@@ -1,6 +1,7 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,8 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_parstrat.core.policy import WrapPolicy
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
+from lightning_parstrat.distributed.engine.activation_checkpointing import checkpoint_activations
 from lightning_parstrat.strategies.data.even import make_even, users_own
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation
 from lightning_parstrat.strategies.launch.ranks import Ranks
@@ -106,6 +109,39 @@ class WrapperlessDDPStrategy(DDPStrategy):
         """Takes part in the broadcast of a validation that this rank had no batch for."""
         super().on_validation_end()
         self._equal.before_validation_step()
+
+
+class ActivationCheckpoints(Part):
+    """Makes modules of a training compute their activations again in backward.
+
+    Args:
+        strategy: The strategy that it is a part of.
+        policy: The classes of the modules, or their names. None for no modules.
+    """
+
+    _of_one_training = frozenset({"_undo"})
+
+    def __init__(self, strategy: DDPStrategy, policy: WrapPolicy) -> None:
+        super().__init__(strategy)
+        self._policy = policy
+        self._undo: Callable[[], None] | None = None
+
+    @override
+    def begin_fit(self) -> None:
+        """Finds the modules.
+
+        Raises:
+            ValueError: There is no module of one of the classes.
+        """
+        if self._policy:
+            self._undo = checkpoint_activations(self._module, self._policy)
+
+    @override
+    def teardown(self) -> None:
+        """Gives the modules their own forward again."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
 
 class EqualRanks(Part):

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,6 +17,7 @@ from typing_extensions import override
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import count_of, counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreement, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -39,11 +41,12 @@ from lightning_parstrat.distributed.fsdp.whole import shown_whole
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
+from lightning_parstrat.strategies.data.tensor_ranks import TensorRanks
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
-from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
+from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
 
@@ -69,6 +72,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         shard_group: Which ranks share one copy of parameters, gradients and optimizer state. ``"all"`` is all ranks,
             ``"node"`` the ranks of each node, and a number so many consecutive ranks. Parameters are then gathered
             within a group, and gradients are summed over all. A rank of a group of G holds 1/G.
+        tensor_parallel_size: How many consecutive ranks share each layer that the module's tensor-parallel plan names.
+            They get the same batches, and each computes a part. With more than 1, ``shard_group`` counts groups of so
+            many ranks as one. The plan is ``tp_plan`` of the module or of a submodule, such as
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Hugging Face's models have one.
         comm_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
             fp32 gradients. By default gradients are sent in their own dtype. ``"fp32"`` widens the gradients of
             "bf16-true" before they are sent.
@@ -76,6 +83,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             Under "bf16-mixed", ``"auto"`` gathers the weights of linear and convolution layers in bf16, because
             autocast rounds them anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in
             bf16. None gathers each in its own dtype.
+        activation_checkpointing_policy: Classes whose modules compute their activations again in backward, or their
+            names, such as ``["Block"]``. Each keeps its inputs alone: less memory, and a third more computation.
+            Results stay the same.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -93,8 +103,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         reshard_after_forward: bool = True,
         shard_gradients: bool = True,
         shard_group: ShardGroupChoice = "all",
+        tensor_parallel_size: int = 1,
         comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
         param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto",
+        activation_checkpointing_policy: WrapPolicy = None,
         **kwargs: Any,
     ) -> None:
         self._policy = FullShardingPolicy(
@@ -103,15 +115,25 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             reshard_after_forward=reshard_after_forward,
             shard_gradients=shard_gradients,
             shard_group=shard_group,
+            tensor_parallel_size=tensor_parallel_size,
             comm_dtype=comm_dtype,
             param_dtype=param_dtype,
+            activation_checkpointing_policy=activation_checkpointing_policy,
         )
         self._sharded: ShardedModule | None = None
         self._loads_after_setup: bool | None = None
         super().__init__(**kwargs)
+        if tensor_parallel_size > 1 and kwargs.get("state_dict_type", "full") != "full":
+            raise ValueError(
+                f"state_dict_type={kwargs['state_dict_type']!r} writes each rank's rows of a parameter, and ranks have"
+                f" columns, too, with tensor_parallel_size={tensor_parallel_size}. Set state_dict_type='full'."
+            )
+        self._ranks.tensor_parallel_size = tensor_parallel_size
+        self._tensor_ranks = TensorRanks(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
-        self._parts += [self._equal, self._steps]
+        self._parts += [self._equal, self._steps, self._tensor_ranks]
+        self._parts.append(ActivationCheckpoints(self, activation_checkpointing_policy))
 
     @override
     def _make_training_state(self) -> TrainingState:
@@ -162,6 +184,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Shards the module in place. There is no wrapper around it. Collective."""
         module = self._training_module
         self._close()
+        self._tensor_ranks.begin()
         if is_sharded_module(module):
             # As `ddp` does at every set-up. Sharding broadcasts those of a new module.
             broadcast_buffers(module, self._ranks.groups.gradients)
@@ -171,6 +194,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._equal.begin()
         self._sharded = ShardedModule(
             module,
+            self._ranks.groups.gradients,
             self._make_collectives(),
             self.root_device,
             lambda: self._ranks.messages,
@@ -183,9 +207,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _make_collectives(self) -> Collectives:
         """Creates the collectives that send gradients. Collective."""
-        topology = topology_of_ranks(self.node_rank, self._ranks.control)
+        nodes = topology_of_ranks(self.node_rank, self._ranks.control).nodes
+        # Ranks that share layers are one.
+        topology = Topology.of(nodes[:: self._policy.tensor_parallel_size])
         groups = ShardGroups.chosen(self._policy.shard_group, topology)
-        collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology, groups)
+        collectives = make_collectives(self._tensor_ranks.data_group, self.root_device, topology, groups)
         if collectives.widens and self._policy.comm_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         return collectives
@@ -209,6 +235,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def _leaves(self) -> Any:
         return super()._leaves() if self._sharded is None else [leaf.tensor for leaf in self._sharded.leaves]
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch to the device. Ranks that share tensor-parallel layers get the first one's batch."""
+        return super().batch_to_device(self._tensor_ranks.share(batch), device, dataloader_idx)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduces a tensor over all ranks with different data. Collective."""
+        return super().reduce(tensor, self._tensor_ranks.data_group if group is None else group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any rank, have decided so. Collective."""
+        return any_rank(decision, self._ranks.control) if not all else not any_rank(not decision, self._ranks.control)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

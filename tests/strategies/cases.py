@@ -276,10 +276,8 @@ CASES = {
     "swapped data": Case(odd.SwappedData, trainer=CLIP, zero3=FORGETS),
     "traded data": Case(odd.TradedData, trainer=CLIP, zero3=FORGETS),
     "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3), zero3=FORGETS),
-    "changes the optimizer's state": Case(odd.ChangesState, zero3=MIXED),
-    "changes the optimizer's state, whole parameters": Case(
-        odd.ChangesState, strategy={"partition": "parameter"}, zero3=MIXED
-    ),
+    "changes the optimizer's state": Case(odd.ChangesState),
+    "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
     "groups added": Case(odd.GroupsAdded),
     "groups edited in place": Case(odd.GroupsEdited),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),

@@ -91,10 +91,13 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
 
     Args:
         group: The group whose traffic it carries a part of.
-        members: Ranks, this one included.
+        members: Ranks of the group, this one included.
     """
+    if len(members) == dist.get_world_size(group):
+        return group
     purpose = next(purpose for purpose, known in _made_groups().items() if known() is group)
-    return _process_group(purpose._replace(members=tuple(sorted(members))))
+    ranks = dist.get_process_group_ranks(group)
+    return _process_group(purpose._replace(members=tuple(ranks[member] for member in sorted(members))))
 
 
 def _made_groups() -> "dict[_Purpose, weakref.ref[dist.ProcessGroup]]":

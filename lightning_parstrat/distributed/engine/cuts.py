@@ -55,28 +55,34 @@ def cuts_in_rows(parameters: Iterable[Tensor], place: ShardPlace) -> dict[Tensor
     """How parameters that FSDP2 has sharded are cut along their first dimension. Others are left out.
 
     The parts are equal, except for the last ones, which may be shorter or empty. As elements lie row by row, each part
-    is one run of them. Not collective.
+    is one run of them. Parts of tensor-parallel layers are several runs, and are left out, too. Not collective.
 
     Args:
         parameters: Parameters of a module.
         place: The part that this rank holds.
     """
-    return {one: _cut_in_rows(one, place) for one in parameters if isinstance(one, DTensor)}
+    sharded = (one for one in parameters if isinstance(one, DTensor) and one.device_mesh.ndim == 1)
+    return {one: _cut_in_rows(one, place) for one in sharded}
 
 
 def _cut_in_rows(parameter: DTensor, place: ShardPlace) -> Cut:
-    own = own_rows(parameter)
+    own = own_rows(parameter, parameter)
     bounds = piece_bounds(own.stop - own.start, place.copies)
     first, last = (own.start + bounds[number] for number in (place.copy, place.copy + 1))
     return Cut(tuple(parameter.shape), parameter.stride(), own, slice(first, last), parameter)
 
 
-def own_rows(parameter: DTensor) -> slice:
-    """The elements of a parameter that this rank holds, if FSDP2 has sharded it. Not collective."""
+def own_rows(parameter: DTensor, gathered: Tensor) -> slice:
+    """The elements of a parameter that this rank holds, if FSDP2 has sharded it. Not collective.
+
+    Args:
+        parameter: The parameter.
+        gathered: What FSDP2 gathers: all of it, or the rank's part of a tensor-parallel layer.
+    """
     # As torch cuts. Beyond the last row there are no elements.
-    rows, numel = parameter.shape[0], parameter.numel()
-    length = -(-rows // parameter.device_mesh.size()) * (numel // rows)
-    begin = min(parameter.device_mesh.get_local_rank() * length, numel)
+    rows, numel = gathered.shape[0], gathered.numel()
+    length = -(-rows // parameter.device_mesh.size(0)) * (numel // rows)
+    begin = min(parameter.device_mesh.get_local_rank(0) * length, numel)
     return slice(begin, begin + local(parameter).numel())
 
 

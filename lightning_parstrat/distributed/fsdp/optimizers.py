@@ -1,5 +1,8 @@
 """Optimizers of sharded modules: those that step shards as they step whole parameters, and those that step whole ones.
 
+torch's element-wise optimizers step each rank's part as a plain tensor. Kernels for many tensors take no mixture of
+DTensors and others, nor of DTensors of several meshes, and each operation on a DTensor takes longer.
+
 Muon and Adafactor need whole parameters. Every rank then steps them whole, one at a time, and keeps its shards of the
 result. Between steps nothing is whole: the groups and the state hold shards, as those of any other optimizer do.
 """
@@ -25,15 +28,15 @@ from lightning_parstrat.distributed.engine.stepping import (
     showing,
     stepping_by,
 )
-from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like
-from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
+from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like, with_own_part
+from lightning_parstrat.distributed.torch_compat import is_wrapped_by_scheduler, mark_as_wrapped, without_step_hooks
 
 STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 """torch's optimizers whose update of an element depends on others. Exact classes: a subclass may differ."""
 
 
 def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> None:
-    """Makes those in :data:`STEPPED_WHOLE` step whole parameters, and refuses any that cannot step shards. Collective.
+    """Makes each optimizer step shards, or whole parameters (:data:`STEPPED_WHOLE`), or refuses it. Collective.
 
     It takes milliseconds for each optimizer that is not one of torch's element-wise ones. A copy steps a few small
     parameters, whole and sharded, and both must have the same result.
@@ -50,15 +53,19 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
         mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
         if mesh is None:
             continue
+        meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
+        is_replaced = "step" in vars(optimizer) and not is_wrapped_by_scheduler(optimizer.step)
+        reason = "its `step` was replaced on the object" if is_replaced and len(meshes) > 1 else ""
         if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
-            if not all(isinstance(parameter, DTensor) for parameter in parameters):
-                _replace_step(optimizer, _step_apart)
-            continue
-        if type(optimizer) in STEPPED_WHOLE:
+            if not is_replaced:
+                _replace_step(optimizer, _step_local)
+        elif type(optimizer) in STEPPED_WHOLE and not is_replaced:
             _replace_step(optimizer, _step)
-            continue
-        needs = "its `step` needs a closure, and looks at all parameters as one vector"
-        reason = needs if needs_closure(optimizer) else reason_against_rows(optimizer, mesh)
+            optimizer.register_step_pre_hook(refuse_step_of_class)
+        elif needs_closure(optimizer):
+            reason = "its `step` needs a closure, and looks at all parameters as one vector"
+        else:
+            reason = reason or reason_against_rows(optimizer, mesh)
         if any_rank(bool(reason), control):
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step sharded parameters: {reason or 'it failed on another rank'}."
@@ -68,9 +75,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
 
 
 def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    if getattr(vars(optimizer).get("step"), "__func__", None) is not step:
-        optimizer.register_step_pre_hook(refuse_step_of_class)
-        vars(optimizer)["step"] = types.MethodType(step, optimizer)
+    vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -80,21 +85,54 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _steps_apart(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-    """Steps sharded parameters, then whole ones. Kernels for many tensors, the default on GPUs, take no mixture."""
+def _steps_local(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+    """Steps this rank's parts of parameters. Not collective."""
     loss = _evaluate(closure)
     step = types.MethodType(type(optimizer).step, optimizer)
-    with without_step_hooks(optimizer):
-        for is_sharded in (True, False):
-            groups = [group["params"] for group in optimizer.param_groups]
-            shown = [[one for one in group if isinstance(one, DTensor) is is_sharded] for group in groups]
-            with showing(optimizer, shown):
-                step(**arguments)
+    with torch.no_grad(), without_step_hooks(optimizer), _shown_local(optimizer):
+        step(**arguments)
     return loss
 
 
-_step_apart = stepping_by(_steps_apart)
-mark_as_wrapped(_step_apart)
+_step_local = stepping_by(_steps_local)
+mark_as_wrapped(_step_local)
+
+
+@contextmanager
+def _shown_local(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, an optimizer's groups and state hold this rank's parts as plain tensors. Not collective."""
+    parts: dict[DTensor, Tensor] = {}
+    states: dict[Tensor, Any] = {}
+    for parameter in (one for group in optimizer.param_groups for one in group["params"] if isinstance(one, DTensor)):
+        parts[parameter] = part = local(parameter).detach()
+        part.grad = None if parameter.grad is None else local(parameter.grad)
+        if parameter in optimizer.state:
+            states[parameter] = optimizer.state.pop(parameter)
+            optimizer.state[part] = {key: _own(value, parameter) for key, value in states[parameter].items()}
+    stand_ins = [[parts.get(one, one) for one in group["params"]] for group in optimizer.param_groups]
+    try:
+        with showing(optimizer, stand_ins):
+            yield
+    finally:
+        for parameter, part in parts.items():
+            if part in optimizer.state:
+                old = states.get(parameter, {})
+                new = optimizer.state.pop(part).items()
+                optimizer.state[parameter] = {key: _like_before(value, old.get(key), parameter) for key, value in new}
+
+
+def _own(value: Any, parameter: DTensor) -> Any:
+    # A program may have set whole tensors.
+    is_whole = not isinstance(value, DTensor) and fits_parameter(value, parameter)
+    return local(shard_like(value, parameter) if is_whole else value)
+
+
+def _like_before(value: Any, before: Any, parameter: Tensor) -> Any:
+    """The DTensor of which a step has changed this rank's part, or a new one if the part is new."""
+    if before is not None and local(before) is value:
+        return before
+    is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == local(parameter).shape
+    return with_own_part(value, parameter) if is_part else value
 
 
 def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:

@@ -32,8 +32,9 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
-from lightning_parstrat.distributed.fsdp.sharding import check_groups, is_sharded_module, shard
+from lightning_parstrat.distributed.fsdp.sharding import check_groups, is_sharded_module, planned_layers, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
+from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions, check_gradients
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
@@ -89,7 +90,8 @@ class ShardedModule:
 
     Args:
         module: See :func:`~lightning_parstrat.distributed.fsdp.sharding.shard`. Or an earlier training has sharded it.
-        collectives: Carry gradients. FSDP2 gathers parameters by their process group.
+        group: The process group of all ranks.
+        collectives: Carry gradients, between the ranks that hold the same parts of tensor-parallel layers.
         device: The device on which the module is to train.
         messages: Combine over ranks which parameters were used. Every backward that sends has one message.
         policy: How to shard, gather and reduce. Gradients in fp64 are summed in that.
@@ -105,6 +107,7 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
+        group: dist.ProcessGroup,
         collectives: Collectives,
         device: torch.device,
         messages: Callable[[], ControlMessages],
@@ -120,13 +123,13 @@ class ShardedModule:
                 " `zero1_custom` with the graph captured in `on_train_start`."
             )
         self.module = module
-        self._group = collectives.group
+        self._group = group
         self._messages = messages
         self._policy = policy
         is_new = not is_sharded_module(module)
         if is_new:
-            shard(module, collectives, device, policy, by_child)
-        check_groups(module, collectives.shard_groups)
+            shard(module, group, collectives, device, policy, by_child)
+        check_groups(module, collectives.shard_groups, policy.tensor_parallel_size)
         self.units = [part for part in self._parts if part is not module]
         self.clock: Callable[[], Callable[[], None]] | None = None
         """Called before each gather of a forward. It returns a function that is called after the gather."""
@@ -163,8 +166,11 @@ class ShardedModule:
             for number, (name, p) in enumerate(named)
             if name not in ignored and not isinstance(p, DTensor) and (p.is_floating_point() or p.is_complex())
         ]
-        self._hooks = [*self._register_hooks()]
+        self._hooks: list[RemovableHandle | TensorRegions] = [*self._register_hooks()]
+        if planned := planned_layers(module):
+            self._hooks.append(TensorRegions(module, planned, device))
         self._lent: dict[Tensor, RemovableHandle] = {}
+        self._has_compared = policy.tensor_parallel_size == 1
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -434,6 +440,9 @@ class ShardedModule:
             if leaf.parameter in self._zeroed and not was_used:
                 # As if it had not taken part: optimizers step parameters that have a gradient.
                 leaf.parameter.grad = None
+        if not self._has_compared:
+            self._has_compared = True
+            check_gradients(dict(self.module.named_parameters()), self._messages().control)
         self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
         scale = factor()
         gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]

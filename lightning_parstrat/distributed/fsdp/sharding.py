@@ -5,7 +5,7 @@ So a module on the meta device is never on a device as a whole.
 
 import weakref
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
@@ -22,11 +23,30 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.comm.process_groups import subgroup
+from lightning_parstrat.distributed.fsdp.state import holds_shards
+from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
 from lightning_parstrat.distributed.fsdp.units import find_units, whole_parameters
 from lightning_parstrat.distributed.fsdp.whole import let_be_copied
 from lightning_parstrat.distributed.torch_compat import take_over_attributes
 
-_SHARDED: "weakref.WeakKeyDictionary[nn.Module, ShardGroups]" = weakref.WeakKeyDictionary()
+
+class _Sharding(NamedTuple):
+    """How a module is sharded.
+
+    Attributes:
+        groups: The groups of ranks that hold a copy each.
+        place: The part that this rank holds.
+        tensor_parallel_size: How many ranks share a tensor-parallel layer.
+        planned: These layers.
+    """
+
+    groups: ShardGroups
+    place: ShardPlace
+    tensor_parallel_size: int
+    planned: list[PlannedLayer]
+
+
+_SHARDED: "weakref.WeakKeyDictionary[nn.Module, _Sharding]" = weakref.WeakKeyDictionary()
 
 
 def is_sharded_module(module: nn.Module) -> bool:
@@ -34,27 +54,35 @@ def is_sharded_module(module: nn.Module) -> bool:
     return module in _SHARDED
 
 
-def check_groups(module: nn.Module, groups: ShardGroups) -> None:
+def check_groups(module: nn.Module, groups: ShardGroups, tensor_parallel_size: int) -> None:
     """Raises an error if a sharded module is not held by these groups. Not collective.
 
     Raises:
         ValueError: An earlier training has sharded it over other groups.
     """
-    if _SHARDED[module] != groups:
+    before = _SHARDED[module]
+    if (before.groups, before.tensor_parallel_size) != (groups, tensor_parallel_size):
         raise ValueError(
-            f"The module is already sharded over groups of {_SHARDED[module].size} ranks, and this training has groups"
-            f" of {groups.size}. Set the `shard_group` of the earlier training. Or make a new module, and load a"
-            " checkpoint into it."
+            f"The module is already sharded over groups of {before.groups.size} ranks, by"
+            f" tensor_parallel_size={before.tensor_parallel_size}. This training has groups of {groups.size}, and"
+            f" tensor_parallel_size={tensor_parallel_size}. Set the arguments of the earlier training. Or make a new"
+            " module, and load a checkpoint into it."
         )
+
+
+def planned_layers(module: nn.Module) -> list[PlannedLayer]:
+    """The layers of a sharded module that are cut over tensor-parallel ranks."""
+    return _SHARDED[module].planned
 
 
 def place_in(module: nn.Module) -> ShardPlace:
     """The part of a sharded module that this rank holds."""
-    return _SHARDED[module].place(dist.get_rank())
+    return _SHARDED[module].place
 
 
 def shard(
     module: nn.Module,
+    group: dist.ProcessGroup,
     collectives: Collectives,
     device: torch.device,
     policy: FullShardingPolicy,
@@ -64,14 +92,16 @@ def shard(
 
     Args:
         module: On the host, on the device or on the meta device, which may differ by rank.
-        collectives: Of all ranks. Their shard groups hold a copy of the module each.
+        group: The process group of all ranks.
+        collectives: Of the ranks that hold the same parts of tensor-parallel layers. Their shard groups hold a copy of
+            the module each.
         device: The device on which the module is to train.
         policy: Which modules are units, and whether they free their parameters between forward and backward.
         by_child: Whether training calls children of the root. Then no parameters of the root itself are gathered.
 
     Raises:
         ValueError: A parameter that rank 0 has on the meta device cannot be made. Or the policy names no class of a
-            module. Or a part of the module is sharded already.
+            module. Or a part of the module is sharded already. Or the tensor-parallel plan cannot be carried out.
     """
     before = dict(module.named_parameters())
     for name, parameter in before.items():
@@ -86,18 +116,24 @@ def shard(
     if by_child:
         inside = {parameter for unit in units for parameter in unit.parameters()}
         whole |= {parameter for parameter in before.values() if parameter not in inside}
-    group = collectives.group
+    planned, size = list[PlannedLayer](), policy.tensor_parallel_size
+    if size > 1:
+        planned = find_plan(module, size, whole)
     to_reset = _parts_without_values(module, whole, group, device)
-    mates = group if collectives.place.copies == 1 else subgroup(group, collectives.mates)
-    mesh = DeviceMesh.from_group(mates, device.type)
+    mesh = _make_mesh(group, collectives, size, device)
     names = {part: name for name, part in module.named_modules()}
     own = set(vars(module))
     # None: the root's parameters stay gathered from forward to backward, which follow each other at once.
     for part, reshards in [*((unit, policy.reshard_after_forward) for unit in units), (module, None)]:
         _make_on_device(part, whole, to_reset, group, device)
         precision = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
+        layers = set(part.modules())
+        for one in [one for one in planned if one.layer in layers and not holds_shards(one.layer)]:
+            parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
         ignored = cast(Any, whole)
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored)
+        fully_shard(
+            part, mesh=mesh["shard"], reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored
+        )
         # Now, as this frees the memory of what was sharded.
         for name, parameter in part.named_parameters(names[part]):
             old = before.pop(name, parameter)
@@ -109,7 +145,22 @@ def shard(
         if isinstance(part, nn.RNNBase):
             # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
             vars(part)["flatten_parameters"] = _leave_where_they_are
-    _SHARDED[module] = collectives.shard_groups
+    _SHARDED[module] = _Sharding(collectives.shard_groups, collectives.place, size, planned)
+
+
+def _make_mesh(
+    group: dist.ProcessGroup, collectives: Collectives, tensor_parallel_size: int, device: torch.device
+) -> DeviceMesh:
+    """The ranks of this rank's copy of the module: those that share it, by those that share its layers. Collective."""
+    sharing = subgroup(collectives.group, collectives.mates)
+    if tensor_parallel_size == 1:
+        return DeviceMesh.from_group(sharing, device.type, mesh_dim_names=("shard",))
+    ranks = dist.get_process_group_ranks(sharing)
+    first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size
+    rows = [[rank - dist.get_rank() + one for one in range(first, first + tensor_parallel_size)] for rank in ranks]
+    tensor = subgroup(group, range(first, first + tensor_parallel_size))
+    names = ("shard", "tensor")
+    return DeviceMesh.from_group([sharing, tensor], device.type, mesh=torch.tensor(rows), mesh_dim_names=names)
 
 
 def _leave_where_they_are() -> None:

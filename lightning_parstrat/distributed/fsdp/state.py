@@ -123,16 +123,17 @@ def shard_like(value: Tensor | Run, parameter: Tensor) -> Tensor:
         parameter: A parameter of the whole tensor's shape.
     """
     if isinstance(value, Run):
-        return _with_own_part(value.elements, parameter)
+        return with_own_part(value.elements, parameter)
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
     whole = value.to(parameter.device)
     # Every rank has the whole: nothing is sent. A copy, so that the other ranks' parts can be freed.
     part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return _with_own_part(part.to_local().clone(), parameter)
+    return with_own_part(part.to_local().clone(), parameter)
 
 
-def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
+def with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
+    """A DTensor, sharded as a parameter is, of which this rank's part is given. Not collective."""
     if not isinstance(parameter, DTensor):
         raise AssertionError("a part was given of a parameter that is not sharded")
     return DTensor.from_local(

@@ -6,11 +6,15 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.engine.shardability import sharing_memory
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 
 MIN_NUM_PARAMS = 100_000
 """Smaller blocks stay with the root. A separate collective for each would cost more than their memory."""
+
+_LARGE, _LARGEST_OF_ROOT = (nn.Embedding, nn.Linear), 2**26
+"""Layers of so many elements are gathered by themselves: with the root they would be held for a whole step."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -20,8 +24,9 @@ def find_units(
 ) -> list[nn.Module]:
     """The modules below ``module`` whose parameters are gathered, used and freed together. Inner ones come first.
 
-    Without ``auto_wrap_policy``, these are blocks: modules of one class in the same container. If a module has no
-    ``forward``, or shares a parameter with a module outside (tied weights), it stays with its parent. Not collective.
+    Without ``auto_wrap_policy``, these are blocks: modules of one class in the same container. Very large embeddings
+    and linear layers are others. If a module has no ``forward``, or shares a parameter with a module outside (tied
+    weights), it stays with its parent. Not collective.
     The result is the same on all ranks with the same module.
 
     Args:
@@ -36,15 +41,10 @@ def find_units(
         ValueError: No module is of a class in ``auto_wrap_policy``.
     """
     if auto_wrap_policy:
-        wanted = set(auto_wrap_policy)
-        chosen = {m for m in module.modules() if m is not module and _classes(m) & wanted}
-        if missing := wanted.difference(*map(_classes, chosen)):
-            raise ValueError(
-                f"Invalid auto_wrap_policy: {sorted(map(str, missing))}. No module within {type(module).__name__} is of"
-                " such a class; print it to see their names."
-            )
+        chosen = modules_of_classes(module, auto_wrap_policy, "auto_wrap_policy")
     else:
         chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
+        chosen |= {m for m in module.modules() if isinstance(m, _LARGE) and _numel(m) >= _LARGEST_OF_ROOT}
     if each_child:
         chosen |= set(_outermost(module, each_child=True))
     registrations = _registrations(module)
@@ -113,12 +113,6 @@ _ROUNDED_BY_AUTOCAST = {
 def _can_be_sharded(parameter: Tensor) -> bool:
     has_elements = parameter.dim() > 0 and parameter.numel() > 0
     return has_elements and parameter.is_floating_point() and parameter.is_contiguous()
-
-
-def _classes(module: nn.Module) -> set[str | type]:
-    """A module's class and its bases, and their names."""
-    classes = set(type(module).__mro__) - {nn.Module, object}
-    return {*classes, *(cls.__name__ for cls in classes)}
 
 
 def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:

@@ -21,7 +21,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that are called instead of ``forward``."""
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
-_WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
+_WHO_SHARDS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", f"{__name__.partition('.')[0]}.")
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def shown_whole(module: nn.Module) -> Iterator[None]:
     for _, _, name, parameter in registered:
         if parameter not in shown:
             shown[parameter] = _whole(parameter, name)
-    with _plain(module):
+    with plain(module):
         try:
             for owner, own_name, _, parameter in registered:
                 setattr(owner, own_name, shown[parameter])
@@ -97,7 +97,7 @@ def _restore(registered: Iterable[tuple[nn.Module, str, str, DTensor]]) -> None:
 
 
 @contextmanager
-def _plain(module: nn.Module) -> Iterator[None]:
+def plain(module: nn.Module) -> Iterator[None]:
     """Within it, a module and all below it have their own classes, without the additions of sharding.
 
     Parameters do not change, and nothing is gathered. You can call a module if its parameters are whole.
@@ -146,7 +146,7 @@ def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     # torch would copy a gradient that lies behind others in a buffer by its memory. A DTensor has none.
     memo.update({id(parameter.grad): None for parameter in module.parameters() if parameter.grad is not None})
-    with _plain(module):
+    with plain(module):
         twin = copy.deepcopy(module, memo)
     let_whole_states_be_loaded(twin)
     return twin

@@ -45,7 +45,8 @@ class Writes:
             # Setting `data` gives a tensor another storage.
             both = [(names[parameter], tensor) for parameter, one in gathered for tensor in (parameter, one)]
             self._storages += [(name, tensor, tensor.untyped_storage()) for name, tensor in both]
-            own = [(parameter, one.detach().view(-1)[own_rows(parameter)]) for parameter, one in gathered]
+            whole = [(shard, local(one.detach())) for shard, one in gathered]
+            own = [(shard, one.view(-1)[own_rows(shard, one)]) for shard, one in whole]
             call_before_freeing(part, functools.partial(self._keep, number, [pair for pair in own if pair[1].numel()]))
             part.reshard()
 

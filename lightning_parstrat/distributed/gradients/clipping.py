@@ -6,6 +6,7 @@ For the p-norm, every rank contributes ``sum |g|^p`` of the gradients that it ow
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -95,7 +96,9 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
 
 def _is_counted(parameter: DTensor) -> bool:
     """Whether this rank counts its shard of a parameter. Others may hold the same elements."""
-    return _holds_first_copy(parameter.device_mesh)
+    mesh = parameter.device_mesh
+    is_replicated = [placement.is_replicate() for placement in parameter.placements]
+    return _holds_first_copy(mesh) and not any(map(operator.mul, is_replicated, mesh.get_coordinate() or ()))
 
 
 @functools.cache

@@ -147,7 +147,7 @@ class Resume(Part):
         if ranks and own is None:
             rank_zero_info(
                 f"The checkpoint has the random number generators of {counted(ranks, 'rank')}, and this training has"
-                f" {counted(self._strategy.world_size, 'rank')}: random numbers are not restored."
+                f" {counted(self._ranks.data_ranks, 'rank')}: random numbers are not restored."
             )
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         of_loaders = states_in(own["loaders"]) if own is not None else []
@@ -163,7 +163,7 @@ class Resume(Part):
     def _own(self) -> Mapping[str, Any] | None:
         """What this rank has saved. None if another number of ranks has saved the checkpoint."""
         ranks: Sequence[Mapping[str, Any] | None] = self._saved["ranks"]
-        return ranks[self._strategy.global_rank] if len(ranks) == self._strategy.world_size else None
+        return ranks[self._ranks.data_rank] if len(ranks) == self._ranks.data_ranks else None
 
     def before_loaders(self) -> None:
         """Sets the random numbers before Lightning makes the training's loaders: they draw an epoch's order from them.
@@ -237,7 +237,7 @@ class Resume(Part):
             return False
         if self._own is not None or is_divided:
             return sampler.resume(positions[0])
-        return sampler.resume(sampler.dealt(positions, self._ranks.rank, self._ranks.world_size))
+        return sampler.resume(sampler.dealt(positions, self._ranks.data_rank, self._ranks.data_ranks))
 
     def begin(self) -> None:
         """Resumes at the checkpoint's place: when training starts, or earlier, before a save by a callback."""
@@ -403,6 +403,8 @@ class Resume(Part):
             # Without empty places for others, a training of several ranks would take this rank's rest for the whole.
             absent = {**own, "loaders": [None] * len(own["loaders"])}
             of_ranks = [own, *[absent] * (self._strategy.world_size - 1)]
+        # Ranks that share tensor-parallel layers have one place.
+        of_ranks = of_ranks[:: self._ranks.tensor_parallel_size]
         if not can_resume:
             return checkpoint
         resumes = {

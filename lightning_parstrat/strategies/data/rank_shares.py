@@ -149,7 +149,7 @@ class DividedRanks(Part):
             )
 
     def _check_training(self) -> None:
-        shares, ranks, asked = self._policy.rank_shares, self._ranks.world_size, self._asked
+        shares, ranks, asked = self._policy.rank_shares, self._ranks.data_ranks, self._asked
         if not self._module.automatic_optimization:
             raise MisconfigurationException(
                 f"{asked} weighs losses by their samples, which needs automatic optimization. Set"
@@ -171,7 +171,7 @@ class DividedRanks(Part):
             )
 
     def _divide(self, size: int) -> Division:
-        ranks, trainer = self._ranks.world_size, self._trainer
+        ranks, trainer = self._ranks.data_ranks, self._trainer
         is_first, counted_by = self._users_accumulate is None, trainer.accumulate_grad_batches
         if self._users_accumulate is None:
             self._users_accumulate = counted_by
@@ -196,7 +196,7 @@ class DividedRanks(Part):
                 " in `configure_optimizers`, without parameters on the meta device, or leave keep_global_batch out."
             )
         batches = GlobalBatches(step=step, unit=unit, micro_batches=trainer.accumulate_grad_batches)
-        return Division(batches, self._ranks.rank, self._cuts(saved) if before is None else before.cuts)
+        return Division(batches, self._ranks.data_rank, self._cuts(saved) if before is None else before.cuts)
 
     @property
     def _changed(self) -> str:
@@ -214,7 +214,7 @@ class DividedRanks(Part):
 
     def _cuts(self, saved: Mapping[str, Any]) -> list[tuple[int, list[float]]]:
         """The shares, from which micro-batch of the epoch on."""
-        shares, ranks = self._policy.rank_shares, self._ranks.world_size
+        shares, ranks = self._policy.rank_shares, self._ranks.data_ranks
         if not isinstance(shares, str):
             return [(0, [float(share) for share in shares])]
         cuts = [(int(begin), [float(one) for one in parts]) for begin, parts in saved.get("cuts", ())]
@@ -226,7 +226,7 @@ class DividedRanks(Part):
 
     def _most(self, number: int) -> int:
         """The most samples that a rank may get of so many."""
-        return math.ceil(self._policy.max_share * number / self._ranks.world_size)
+        return math.ceil(self._policy.max_share * number / self._ranks.data_ranks)
 
     @override
     def on_train_start(self) -> None:
@@ -238,7 +238,7 @@ class DividedRanks(Part):
                 "rank_shares and keep_global_batch divide the samples of one training loader, and there are several."
                 " Combine their datasets into one, or leave these arguments out."
             )
-        if self._division is not None and self._ranks.world_size > 1:
+        if self._division is not None and self._ranks.data_ranks > 1:
             parts = self._parts_of(self._division)
             self._say(f"ranks have {_shown(parts)} samples of a micro-batch. {_WEIGHTS}")
 
@@ -285,7 +285,7 @@ class DividedRanks(Part):
             raise AssertionError("the samples of a micro-batch are not known")
         self._trained += 1
         most_cuts = _MOST_CUTS if self._policy.rank_shares == "auto" else 1
-        measures = self._policy.rank_shares != "equal" and self._cuts_made < most_cuts and self._ranks.world_size > 1
+        measures = self._policy.rank_shares != "equal" and self._cuts_made < most_cuts and self._ranks.data_ranks > 1
         if not measures or measured < 0:
             return run(*args, **kwargs), samples
         output, seconds = self._timed(run, *args, **kwargs)
@@ -307,6 +307,8 @@ class DividedRanks(Part):
         """Makes a new cut by what the ranks have measured. Collective."""
         own = (cost_of(self._measured), division.drawn)
         found: list[tuple[Cost, int]] = all_gather_object(own, self._ranks.control.group)
+        # Ranks that share layers have one share.
+        found = found[:: self._ranks.tensor_parallel_size]
         self._costs = [Cost(*cost) for cost, _ in found]
         self._cuts_made += 1
         if self._policy.rank_shares != "auto":

@@ -73,6 +73,8 @@ class Ranks(Part):
     ) -> None:
         super().__init__(strategy)
         self.flag = flag
+        self.tensor_parallel_size = 1
+        """How many consecutive ranks share tensor-parallel layers, and so have the same data."""
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
@@ -93,6 +95,16 @@ class Ranks(Part):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._strategy.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's data."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have data that differ."""
+        return self.world_size // self.tensor_parallel_size
 
     @property
     def have_joined(self) -> bool:

@@ -1,0 +1,288 @@
+"""Layers that ranks share: trainings equal those of one process, and plans that do not fit are refused."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parstrat import ZeRO3Strategy
+from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
+from tests.comparing import distance
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies import zoo
+from tests.strategies.cases import CLIP, WINDOW, foreach, fused, plain_sgd
+from tests.strategies.parity import Recorder, largest_difference, make_trainer, zero1, zero3
+from tests.strategies.tensor_parallel import (
+    PLAN,
+    Counts,
+    CutAll,
+    DropsOut,
+    DropsParts,
+    InSequence,
+    Llama,
+    NormedHeads,
+    ReadsHeads,
+    ScaledHeads,
+    Tied,
+    Transformer,
+    Weighted,
+    WeightedByHand,
+    fit,
+    with_class,
+)
+from tests.strategies.test_dataloaders import workers_allowed
+
+
+class Case(NamedTuple):
+    """A training on ranks of which two share layers, and how far it may be from one process."""
+
+    module: type[zoo.Zoo] = Transformer
+    optimizer: Any = zoo.adamw
+    tolerance: float = 2e-5
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+    sizes: tuple[int, ...] = (2, 4)
+    oracle: type[zoo.Zoo] | None = None
+
+
+CHECKPOINTED = {"activation_checkpointing_policy": ["Block"]}
+BY_NAME = {"auto_wrap_policy": ["Linear"]}
+CASES = {
+    "sgd": Case(optimizer=plain_sgd, tolerance=2e-6),
+    "sgd, clipped": Case(optimizer=plain_sgd, tolerance=2e-6, trainer=CLIP),
+    "sgd, accumulated, dropout": Case(DropsOut, plain_sgd, 2e-6, WINDOW, sizes=(2,)),
+    "adamw, clipped, accumulated": Case(trainer={**CLIP, **WINDOW}),
+    "adamw, dropout": Case(DropsOut, sizes=(2,)),
+    "adamw, checkpointed": Case(DropsOut, strategy=CHECKPOINTED, sizes=(2,)),
+    "fused, clipped": Case(optimizer=fused, trainer=CLIP),
+    "fused, accumulated, checkpointed": Case(optimizer=fused, trainer=WINDOW, strategy=CHECKPOINTED),
+    "foreach, clipped by value": Case(
+        optimizer=foreach, trainer={"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
+    ),
+    "vocabularies are cut": Case(CutAll, trainer=CLIP),
+    "groups of one": Case(trainer=CLIP, strategy={"shard_group": 1}, sizes=(4,)),
+    "layers by themselves": Case(trainer=CLIP, strategy=BY_NAME),
+    "gathered for a step": Case(trainer=CLIP, strategy={"min_num_params": 10**6}),
+    "tied": Case(Tied, trainer=CLIP),
+    "in sequence": Case(InSequence, trainer=CLIP),
+    "weighted": Case(Weighted, trainer=WINDOW, oracle=WeightedByHand),
+    "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-9),
+    "llama": Case(Llama, trainer=CLIP),
+}
+QUICK = {("sgd, clipped", 4), ("adamw, checkpointed", 2), ("llama", 2)}
+TRAININGS = [(name, size) for name, case in CASES.items() for size in case.sizes]
+
+
+def train_both(name: str) -> float:
+    case = CASES[name]
+    expected = fit(case.oracle or case.module, case.optimizer, None, {}, **case.trainer)
+    return largest_difference(fit(case.module, case.optimizer, 2, case.strategy, **case.trainer), expected)
+
+
+@pytest.mark.parametrize(("name", "ranks"), slow_unless(lambda *one: one in QUICK, TRAININGS))
+def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> None:
+    for difference in pool.run(ranks, train_both, name):
+        assert difference <= CASES[name].tolerance
+
+
+class Masks(Recorder):
+    """What the blocks have dropped in the last step, outside of the layers that are cut and between them."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.masks = [block.dropped for block in pl_module.blocks]
+
+
+def masks_and_gradients(strategy: dict[str, Any]) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    masks = Masks()
+    run = fit(DropsParts, plain_sgd, 2, strategy, max_epochs=1, callbacks=[masks])
+    return masks.masks, run.parameters[-1]
+
+
+def test_between_cut_layers_each_rank_drops_other_features(pool: RankPool) -> None:
+    plain, again = (pool.run(2, masks_and_gradients, strategy) for strategy in ({}, CHECKPOINTED))
+    (first, parameters), (second, _) = plain
+    for (outside, inside), (same, other) in zip(first, second, strict=True):
+        assert torch.equal(outside, same) and not torch.equal(inside, other) and inside.any() and other.any()
+    # Two blocks do not drop the same.
+    assert not torch.equal(first[0][1], first[1][1])
+    # What is computed again in backward drops the same.
+    assert distance(again[0][1], parameters) <= 2e-6
+
+
+def rounding(precision: str, size: int | None) -> float:
+    """How far a training in 16 bits is from one process in 32 bits."""
+    expected = fit(Transformer, plain_sgd, None, {})
+    return largest_difference(fit(Transformer, plain_sgd, size, {}, precision=precision), expected)
+
+
+def test_16_bits_round_as_in_one_process(pool: RankPool) -> None:
+    alone, shared = (max(pool.run(2, rounding, "bf16-mixed", size)) for size in (None, 2))
+    assert 1e-6 < shared <= 1.5 * alone
+
+
+# Errors.
+
+HOW = "Transformer has none. Set it in the module: `self.tp_plan ="
+PLANS: dict[str, tuple[Any, int, str]] = {
+    "no plan": ({}, 2, HOW),
+    "a list": (["blocks.*.up"], 2, "Invalid tp_plan of Transformer: ['blocks.*.up']. Must be a dictionary"),
+    "no such layer": ({"blocks.*.wide": "colwise"}, 2, "names 'blocks.*.wide', and it has no such layer. Its layers"),
+    "a style that is not known": ({"head": "packed_colwise"}, 2, "'packed_colwise'. Must be one of colwise, rowwise"),
+    "a norm": ({"blocks.*.norm": "colwise"}, 2, "cuts 'blocks.0.norm', a LayerNorm. torch cuts nn.Linear"),
+    "features": ({"head": "colwise"}, 5, "does not divide out_features=24 of 'head', and each rank has an equal part"),
+    "inputs": ({"head": "rowwise"}, 3, "does not divide in_features=16 of 'head'"),
+    "words": ({"embedding": "embedding_rowwise"}, 5, "does not divide num_embeddings=24 of 'embedding'"),
+    "heads": (PLAN, 8, "does not divide num_heads=4 of Attention"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_wrong_with_a_plan(name: str) -> None:
+    plan, size, text = PLANS[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        find_plan(with_class("Transformer", tp_plan=plan)(), size, set())
+
+
+def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
+    module = with_class("Outer", tp_plan={"blocks.*.up": ColwiseParallel(), "blocks.1.down": "rowwise"})()
+    module.blocks[0].tp_plan = {"down": "rowwise"}
+    assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.up", "blocks.1.up", "blocks.1.down"]
+    module.tp_plan = {}
+    assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.down"]
+    # A parameter that cannot be sharded leaves its layer whole.
+    assert find_plan(module, 2, {module.blocks[0].down.bias}) == []
+
+
+CODE = {"reads all heads": ReadsHeads, "a norm between": NormedHeads, "a number between": ScaledHeads}
+WRONG_CODE = {
+    "reads all heads": "'blocks.0.attention' returns something else than with whole layers",
+    "a norm between": "different gradients of blocks.0.attention.norm.weight",
+    "a number between": "different gradients of blocks.0.attention.scale",
+}
+
+
+def error_of(name: str) -> str:
+    try:
+        fit(with_class(name, attention=CODE[name]), plain_sgd, 2, {})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "reads all heads", CODE))
+def test_code_that_does_not_fit_its_plan_is_refused(pool: RankPool, name: str) -> None:
+    for error in pool.run(2, error_of, name):
+        assert WRONG_CODE[name] in error
+
+
+def error_on_three_ranks() -> str:
+    with pytest.raises(Exception, match="tensor_parallel_size=2 does not divide the 3 ranks") as error:
+        make_trainer(zero3(tensor_parallel_size=2), max_epochs=1).fit(Transformer(), zoo.loader(32, 8))
+    return str(error.value)
+
+
+def test_what_ranks_and_formats_allow(pool: RankPool) -> None:
+    assert all("Start a multiple of 2 ranks" in error for error in pool.run(3, error_on_three_ranks))
+    with pytest.raises(ValueError, match="Set state_dict_type='full'"):
+        ZeRO3Strategy(tensor_parallel_size=2, state_dict_type="sharded")
+
+
+# What ranks see and count.
+
+
+class Augmented(Dataset):
+    """Each worker draws other numbers."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.full((zoo.FEATURES,), float(index)) + torch.rand(()), "name": f"sample {index}"}
+
+
+class Sees(Transformer):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append((batch["x"], batch["name"], torch.rand(3)))
+        return self.compute_loss(batch["x"])
+
+
+def see(size: int) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    module = Sees()
+    module.seen = []
+    with workers_allowed():
+        data = DataLoader(Augmented(), batch_size=4, num_workers=2)
+        make_trainer(zero3(tensor_parallel_size=size), max_epochs=1).fit(module, data)
+    return module.seen
+
+
+def test_ranks_that_share_layers_see_the_same(pool: RankPool) -> None:
+    seen = pool.run(4, see, 2)
+    assert [len(one) for one in seen] == [4] * 4
+    for first, second, other in zip(seen[0], seen[1], seen[2], strict=True):
+        assert torch.equal(first[0], second[0]) and first[1] == second[1] and torch.equal(first[2], second[2])
+        assert not set(first[1]) & set(other[1])
+    assert {name for one in (seen[0], seen[2]) for batch in one for name in batch[1]} == {
+        f"sample {number}" for number in range(32)
+    }
+
+
+def counted(size: int | None) -> dict[str, float]:
+    metrics = fit(Counts, plain_sgd, size, {}, max_epochs=1).trainer.callback_metrics
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def test_ranks_that_share_layers_count_once(pool: RankPool) -> None:
+    expected = pool.run(1, counted, None)[0]
+    assert len(expected) == 3
+    for found in pool.run(4, counted, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# Checkpoints.
+
+ROUTES: dict[str, tuple[Callable[[], Any], int]] = {
+    "2 x 2": (lambda: zero3(tensor_parallel_size=2), 4),
+    "1 x 2": (lambda: zero3(tensor_parallel_size=2), 2),
+    "zero3": (zero3, 2),
+    "zero1": (zero1, 2),
+    "single": (lambda: None, 1),
+}
+SAVED_AND_RESUMED = [
+    ("2 x 2", "single"),
+    ("2 x 2", "zero1"),
+    ("single", "2 x 2"),
+    ("zero3", "1 x 2"),
+    ("2 x 2", "1 x 2"),
+]
+
+
+def go_on(name: str, epochs: int, resumed: str | None, saved: str | None) -> list[Tensor]:
+    """Trains until so many epochs are done."""
+    torch.manual_seed(0 if resumed is None else 1)
+    strategy, recorder = ROUTES[name][0](), Recorder()
+    trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[recorder], gradient_clip_val=0.05)
+    size = 2 if " x 2" in name else 1
+    replicas, rank = dist.get_world_size() // size, dist.get_rank() // size
+    data = zoo.loader(32, 8 // replicas, rank=rank, world_size=replicas)
+    trainer.fit(CutAll(zoo.adamw), data, ckpt_path=resumed, weights_only=False)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    return recorder.parameters[-1]
+
+
+@pytest.mark.parametrize(("source", "target"), slow_unless(lambda *one: one == ("2 x 2", "single"), SAVED_AND_RESUMED))
+def test_checkpoints_go_from_any_grid_to_any_other(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    saved = str(tmp_path / "one.ckpt")
+    expected = pool.run(1, go_on, "single", 2, None, None)[0]
+    pool.run(ROUTES[source][1], go_on, source, 1, None, saved)
+    for parameters in pool.run(ROUTES[target][1], go_on, target, 2, saved, None):
+        assert distance(parameters, expected) <= 2e-5
