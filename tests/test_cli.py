@@ -87,6 +87,17 @@ def test_samples_may_be_divided_in_all_ways(name: str, parse: Parse) -> None:
             parse("ddp", f"--trainer.strategy={name}", f"--trainer.strategy.rank_shares={wrong}")
 
 
+SHARED = {"shard_group": "node", "tensor_parallel_size": 2, "activation_checkpointing_policy": ["Block"]}
+
+
+def test_layers_may_be_shared_in_all_ways(parse: Parse) -> None:
+    by_file = parse({"class_path": "lightning_parstrat.ZeRO3Strategy", "init_args": SHARED})
+    line = [f"--trainer.strategy.{argument}={value}" for argument, value in SHARED.items()]
+    for built in (by_file, parse("ddp", "--trainer.strategy=ZeRO3Strategy", *line)):
+        policy = built.trainer.strategy._policy
+        assert {name: getattr(policy, name) for name in SHARED} == SHARED
+
+
 REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
     ({"class_path": "lightning_parstrat.ZeRO4Strategy"}, (), ("ZeRO4Strategy",)),
     (class_path(bucket_cap_mb="large"), (), ("'large'",)),

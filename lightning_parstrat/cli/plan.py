@@ -48,6 +48,11 @@ def make_parser() -> ArgumentParser:
     add("--bandwidth", help="of a node's link, such as 100Gbit; shows how long sending takes")
     add("--compute-seconds", type=float, help="time of one process's step alone, to predict step times")
     add("--shard-group", type=_shard_group, default="all", help="as in ZeRO1Strategy: all, node, or a number")
+    add(
+        "--tensor-parallel",
+        type=positive,
+        help="ranks that share layers under zero3_custom (default: the file's, or 1)",
+    )
     add("--accumulate", type=positive, default=1, help="micro-batches of a step (accumulate_grad_batches)")
     add("--rank-shares", type=float, nargs="+", help="how fast each rank is, as in rank_shares: 3 1")
     add("--json", action="store_true", help="print the result as JSON")
@@ -72,6 +77,8 @@ def run(arguments: Namespace) -> int:
         "Left out: activations, which depend on the batch and are the same under every strategy, and what optimizers"
         " and kernels need for a moment."
     )
+    if training.tensor_ranks > 1:
+        left_out += " Ranks that share layers also send activations, in every layer."
     if memory is not None:
         left_out += f" {amount(memory - room)} of {amount(memory)} are kept for them (--reserve {arguments.reserve:g})."
     slowed = None if arguments.rank_shares is None else _slowed_by_equal_shares(arguments)
@@ -80,8 +87,10 @@ def run(arguments: Namespace) -> int:
         print(json.dumps(shown | ({} if slowed is None else {"equal_shares_take_times": slowed})))
     else:
         print(f"{count_of(training.parameters)} trained parameters; optimizer: {optimizer}; {training.precision}")
-        grouped = "" if training.shard_ranks == training.ranks else f", in shard groups of {training.shard_ranks}"
-        print(f"{counted(training.ranks, 'rank')} on {counted(training.nodes, 'node')}{grouped}; per rank:\n")
+        of_data = training.ranks // training.tensor_ranks
+        grouped = "" if training.shard_ranks == of_data else f", in shard groups of {training.shard_ranks}"
+        shared = "" if of_data == training.ranks else f", of which {training.tensor_ranks} share layers"
+        print(f"{counted(training.ranks, 'rank')} on {counted(training.nodes, 'node')}{shared}{grouped}; per rank:\n")
         print(f"{_table(found, room)}\n\n{why}\n{left_out}")
         if slowed is not None:
             most = max(arguments.rank_shares) * training.ranks / sum(arguments.rank_shares)
@@ -93,7 +102,9 @@ def run(arguments: Namespace) -> int:
 
 
 def footprints(training: Training) -> list[Footprint]:
-    """The footprints of all strategies, from the least sharding to the most."""
+    """The footprints of all strategies, from the least sharding to the most. One alone has tensor parallelism."""
+    if training.tensor_ranks > 1:
+        return [zero3(training)]
     of_zero = [zero1(training), *([zero1(training, True)] if training.micro_batches > 1 else [])]
     return [ddp(training, tuned=False), ddp(training, tuned=True), *of_zero, zero3(training)]
 
@@ -106,9 +117,11 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     """
     by_name = {row["strategy"]: row for row in rows if row["strategy"] != "ddp"}
     fitting = [name for name, row in by_name.items() if row["fits"] is not False]
-    tuned, sharded = by_name["ddp_tuned"], by_name["zero1_custom"]
     if not fitting:
         return None, _what_would_fit(training)
+    if training.tensor_ranks > 1:
+        return "zero3_custom", "Recommended: strategy=zero3_custom. The others cut no layers."
+    tuned, sharded = by_name["ddp_tuned"], by_name["zero1_custom"]
     if training.ranks == 1:
         return "none", "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
     choice, why = fitting[0], "It shards least of those that fit."
@@ -147,13 +160,18 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
             f"--world-size {arguments.world_size} is not a multiple of --devices-per-node {devices}: all nodes must"
             " have equally many ranks."
         )
-    groups = _shard_groups(arguments.shard_group, arguments.world_size, devices)
     if arguments.config is None:
         count = _number(arguments.parameters, "--parameters")
         unit = count // _LAYERS if arguments.unit is None else _number(arguments.unit, "--unit")
-        training, optimizer = Training(parameters=count, unit=unit), "AdamW"
+        training = Training(parameters=count, unit=unit, tensor_ranks=arguments.tensor_parallel or 1, cut=count)
+        optimizer = "AdamW"
     else:
-        training, optimizer = read_module(Path(arguments.config), arguments.model)
+        training, optimizer = read_module(Path(arguments.config), arguments.model, arguments.tensor_parallel)
+    if arguments.world_size % training.tensor_ranks:
+        raise UsageError(
+            f"--tensor-parallel {training.tensor_ranks} does not divide --world-size {arguments.world_size}."
+        )
+    groups = _shard_groups(arguments.shard_group, arguments.world_size, devices, training.tensor_ranks)
     if arguments.optimizer is not None:
         values, optimizer = values_of(arguments.optimizer)
         training = replace(training, values=values)
@@ -187,10 +205,10 @@ def _shard_group(text: str) -> ShardGroupChoice:
     return int(text) if text.isdigit() else text  # type: ignore[return-value]
 
 
-def _shard_groups(choice: ShardGroupChoice, ranks: int, devices: int) -> ShardGroups:
+def _shard_groups(choice: ShardGroupChoice, ranks: int, devices: int, tensor_ranks: int) -> ShardGroups:
     try:
         ShardingPolicy(shard_group=choice)
-        return ShardGroups.chosen(choice, Topology(tuple(rank // devices for rank in range(ranks))))
+        return ShardGroups.chosen(choice, Topology(tuple(rank // devices for rank in range(0, ranks, tensor_ranks))))
     except ValueError as error:
         raise UsageError(f"--shard-group: {error}") from error
 

@@ -16,6 +16,7 @@ from lightning_parstrat.cli.text import UsageError, import_class
 from lightning_parstrat.core.footprint import PRECISIONS, Training
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 
 _ADAM_STATES = 2.0
@@ -25,12 +26,13 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 """Lightning's short names of precisions."""
 
 
-def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
+def read_module(path: Path, class_path: str | None, tensor_ranks: int | None) -> tuple[Training, str]:
     """Creates the configuration's module on the meta device, and calls its ``configure_optimizers``.
 
     Args:
         path: The path of the configuration.
         class_path: The module's class, if the file does not give it.
+        tensor_ranks: Ranks that share layers, instead of the number that the file has.
 
     Returns:
         The training of one rank, and the name of its optimizer.
@@ -64,7 +66,10 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
             raise UsageError(f"{given} has no trainable parameters before training starts: there is nothing to plan.")
         optimizers = _configured_optimizer(_section(config, "optimizer"), trained) or _optimizers(module)
     try:
-        root, unit = units_of(module, _full_sharding(trainer.get("strategy")))
+        policy = _full_sharding(trainer.get("strategy"))
+        root, unit = units_of(module, policy)
+        tensor_ranks = tensor_ranks or policy.tensor_parallel_size
+        layers = find_plan(module, tensor_ranks, ()) if tensor_ranks > 1 else []
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     precision = str(trainer.get("precision") or "32")
@@ -83,6 +88,8 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
         buffers=buffers,
         root=root,
         unit=unit,
+        tensor_ranks=tensor_ranks,
+        cut=sum(one.numel() for planned in layers for one in planned.layer.parameters()),
     )
     return training, optimizer
 
@@ -137,7 +144,9 @@ def _full_sharding(strategy: Any) -> FullShardingPolicy:
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("ZeRO3Strategy"):
         given = strategy.get("init_args") or {}
     return FullShardingPolicy(
-        auto_wrap_policy=given.get("auto_wrap_policy"), min_num_params=given.get("min_num_params", MIN_NUM_PARAMS)
+        auto_wrap_policy=given.get("auto_wrap_policy"),
+        min_num_params=given.get("min_num_params", MIN_NUM_PARAMS),
+        tensor_parallel_size=given.get("tensor_parallel_size", 1),
     )
 
 

@@ -42,7 +42,9 @@ class Training:
         precision: The Trainer's precision, one of ``PRECISIONS``.
         nodes: Number of nodes.
         devices: Ranks of each node.
-        shard_ranks: Ranks that share a copy of what is sharded. By default, all.
+        shard_ranks: Ranks that share a copy of what is sharded. By default, all. Ranks that share layers are one.
+        tensor_ranks: Ranks that share each layer that a tensor-parallel plan names, under ``zero3_custom``.
+        cut: Elements of these layers.
         micro_batches: Micro-batches of a step.
         frozen: Elements of parameters that are not trained.
         buffers: Elements of buffers, which every rank holds.
@@ -57,6 +59,8 @@ class Training:
     nodes: int = 1
     devices: int = 1
     shard_ranks: int | None = None
+    tensor_ranks: int = 1
+    cut: int = 0
     micro_batches: int = 1
     frozen: int = 0
     buffers: int = 0
@@ -168,26 +172,31 @@ def zero1(training: Training, shards_gradients: bool = False) -> Footprint:
 
 def zero3(training: Training) -> Footprint:
     """Under ``zero3_custom``: torch's FSDP2. FSDP2 steps its shards in the dtype that the module has."""
-    widths, count, shards = training.widths, training.parameters, training.shard_ranks or training.ranks
-    every = count + training.frozen
+    widths, of_data = training.widths, training.ranks // training.tensor_ranks
+    shards = training.shard_ranks or of_data
+    # The elements of this rank's parts of layers, as if all parameters were cut alike.
+    left = 1 - (1 - 1 / training.tensor_ranks) * training.cut / (training.parameters + training.frozen)
+    count, every = left * training.parameters, left * (training.parameters + training.frozen)
+    unit, root = left * training.unit, left * training.root
     held = ((1 + training.values) * widths.parameter * count + widths.parameter * every) / shards
     held += widths.parameter * training.buffers
     # The unit that computes, and the one that is gathered next. Gradients of one unit, and of another one in flight, in
     # fp32. If gradients travel in 16 bits, a rounded copy beside the fp32 one.
     packed = max(4, widths.parameter) + (widths.parameter if widths.parameter < 4 else 0)
-    within = training.unit * (2 * widths.gathered + widths.parameter + packed)
-    within += training.root * (widths.gathered + widths.parameter)
+    within = unit * (2 * widths.gathered + widths.parameter + packed)
+    within += root * (widths.gathered + widths.parameter)
     # Autocast makes no copy of parameters that are gathered in its dtype.
     cast = 0 if widths.gathered < widths.parameter else widths.cast * every
     share = training.micro_batches * (shards - 1) / shards
     forward = share * widths.gathered * every
-    within_group = forward + share * (widths.gathered * (every - training.root) + widths.parameter * count)
+    within_group = forward + share * (widths.gathered * (every - root) + widths.parameter * count)
     # Between the groups, each rank's shard of a sum is all-reduced.
-    copies = training.ranks // shards
+    copies = of_data // shards
     summed = training.micro_batches * 2 * (copies - 1) / copies * max(4, widths.parameter) * count / shards
     sent = within_group + summed
     # A ring of a group's ranks: as many bytes leave a node as leave a rank, unless the group is on one node.
-    on_link = (within_group if shards > training.devices else 0) + summed * training.devices
+    is_on_node = shards * training.tensor_ranks <= training.devices
+    on_link = (0 if is_on_node else within_group * training.tensor_ranks) + summed * training.devices
     return Footprint(
         "zero3_custom",
         held + within + cast,

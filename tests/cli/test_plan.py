@@ -8,9 +8,10 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parstrat.cli.main import main
+from tests.strategies.tensor_parallel import Transformer
 
 WIDTH = 1024
 MATRIX = WIDTH * WIDTH
@@ -130,6 +131,30 @@ def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> No
         assert zero3["sent_bytes"] == pytest.approx(3 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
 
 
+def test_ranks_that_share_layers(capsys: pytest.CaptureFixture[str], config: Any) -> None:
+    words = "--parameters 10M --world-size 16 --devices-per-node 8 --tensor-parallel 2"
+    result = plan(capsys, 0, words)
+    zero3 = result["zero3_custom"]
+    assert [row["strategy"] for row in result["estimates"]] == [result["recommended"]] == ["zero3_custom"]
+    assert zero3["held_bytes"] == 10**7
+    assert zero3["sent_bytes"] == 3 * 7 / 8 * 2 * 10**7 and "also send activations" in result["left_out"]
+    grouped = plan(capsys, 0, f"{words} --shard-group node")["zero3_custom"]
+    assert grouped["held_bytes"] == 2 * 10**7
+    assert main(["plan", *words.split(), "--shard-group", "node"]) == 0
+    assert "16 ranks on 2 nodes, of which 2 share layers, in shard groups of 4; per rank" in capsys.readouterr().out
+    # The layers that a module's plan names, and no others.
+    strategy = {"class_path": "ZeRO3Strategy", "init_args": {"tensor_parallel_size": 2}}
+    model = {"class_path": "tests.strategies.tensor_parallel.Transformer"}
+    found = plan(capsys, 0, "--world-size 4", *config(model, trainer={"strategy": strategy}))["zero3_custom"]
+    every = sum(one.numel() for one in Transformer().parameters())
+    cut = sum(one.numel() for block in Transformer().blocks for one in linear_parameters(block))
+    assert found["held_bytes"] == pytest.approx(16 * (every - cut / 2) / 2, abs=1)
+
+
+def linear_parameters(block: nn.Module) -> list[Tensor]:
+    return [one for part in block.modules() if isinstance(part, nn.Linear) for one in part.parameters()]
+
+
 def test_what_equal_shares_cost(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--parameters 10M --world-size 2 --rank-shares 3 1"
     assert plan(capsys, 0, words)["equal_shares_take_times"] == 2.0
@@ -228,6 +253,8 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         (by_number, "--reserve 20", "--reserve 20: write a part of the memory, such as 0.2"),
         (by_number, "--devices-per-node 4", "not a multiple"),
         (by_number, "--shard-group 3", "--shard-group"),
+        (by_number, "--tensor-parallel 3", "--tensor-parallel 3 does not divide --world-size 2"),
+        (config(of_ten), f"--model {planned} --tensor-parallel 2", "has none. Set it in the module: `self.tp_plan"),
         (by_number, "--rank-shares 3", "--rank-shares has 1 number, and there are 2 ranks"),
         (by_number, "--rank-shares 3 0", "a positive number for each rank"),
         (by_number, "--optimizer muon", "its state is not known. Write how many values"),

@@ -28,7 +28,9 @@ PLAN: dict[str, Any] = {
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        # The gradient of a bias would be nothing but rounding.
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
         self.num_heads, self.size = HEADS, WIDTH // HEADS
 
     def heads(self, one: Tensor) -> Tensor:

@@ -46,6 +46,13 @@ WRONG: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
     (TunedDDPStrategy, "plan_cache", (3,), "a folder's path, or None."),
     (TunedDDPStrategy, "comm_hook", ("int8",), "one of ('bf16', 'fp16'), or None."),
     (ZeRO3Strategy, "auto_wrap_policy", ("Block",), "a list or set of classes or their names, or None."),
+    (
+        ZeRO1Strategy,
+        "activation_checkpointing_policy",
+        ("Block", [3]),
+        "a list or set of classes or their names, or None.",
+    ),
+    (ZeRO3Strategy, "tensor_parallel_size", (0, 2.0, True, "2", None), "a whole number of ranks >= 1"),
     (ZeRO3Strategy, "min_num_params", (-1,), "a whole number >= 0."),
     (ZeRO3Strategy, "param_dtype", ("fp16",), "'auto', 'bf16', or None"),
 ]

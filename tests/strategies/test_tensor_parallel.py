@@ -1,5 +1,6 @@
 """Layers that ranks share: trainings equal those of one process, and plans that do not fit are refused."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,18 +9,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parstrat import ZeRO3Strategy
-from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
+from lightning_parstrat.core.footprint import Training
+from lightning_parstrat.core.footprint import zero3 as zero3_footprint
+from lightning_parstrat.distributed.engine.cuts import local
+from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.cases import CLIP, WINDOW, foreach, fused, plain_sgd
-from tests.strategies.parity import Recorder, largest_difference, make_trainer, zero1, zero3
+from tests.strategies.cases import CLIP, WINDOW, adafactor, foreach, fused, plain_sgd
+from tests.strategies.parity import Recorder, largest_difference, make_trainer, whole, zero1, zero3
 from tests.strategies.tensor_parallel import (
     PLAN,
     Counts,
@@ -75,10 +80,39 @@ CASES = {
     "in sequence": Case(InSequence, trainer=CLIP),
     "weighted": Case(Weighted, trainer=WINDOW, oracle=WeightedByHand),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-9),
+    "adafactor": Case(optimizer=adafactor, trainer={"precision": "64-true"}, tolerance=1e-9),
+    "16-mixed": Case(optimizer=plain_sgd, trainer={"fp16": True, **CLIP}, tolerance=1e-3, sizes=(2,)),
     "llama": Case(Llama, trainer=CLIP),
 }
 QUICK = {("sgd, clipped", 4), ("adamw, checkpointed", 2), ("llama", 2)}
 TRAININGS = [(name, size) for name, case in CASES.items() for size in case.sizes]
+
+
+class Holds(Recorder):
+    """The bytes that this rank holds between steps."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        parameters = list(pl_module.parameters())
+        states = [one for state in trainer.optimizers[0].state.values() for one in state.values() if one.dim()]
+        self.bytes = sum(local(one).nbytes for one in [*parameters, *(p.grad for p in parameters), *states])
+
+
+def held(strategy: dict[str, Any]) -> int:
+    holds = Holds()
+    fit(Transformer, zoo.adamw, 2, strategy, max_epochs=1, callbacks=[holds])
+    return holds.bytes
+
+
+def test_ranks_hold_what_is_planned(pool: RankPool) -> None:
+    layers = find_plan(module := Transformer(), 2, set())
+    every, cut = (sum(one.numel() for one in ones) for ones in (module.parameters(), parameters_of(layers)))
+    for strategy, shards in (({}, 2), ({"shard_group": 1}, 1)):
+        planned = zero3_footprint(Training(parameters=every, devices=4, tensor_ranks=2, cut=cut, shard_ranks=shards))
+        assert 0.97 * planned.held <= max(pool.run(4, held, strategy)) <= 1.03 * planned.held
+
+
+def parameters_of(layers: list[PlannedLayer]) -> list[Tensor]:
+    return [parameter for one in layers for parameter in one.layer.parameters()]
 
 
 def train_both(name: str) -> float:
@@ -245,6 +279,40 @@ def test_ranks_that_share_layers_count_once(pool: RankPool) -> None:
     assert len(expected) == 3
     for found in pool.run(4, counted, 2):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class LooksWithin(Recorder):
+    """Calls the module as a plain one, and a copy of it, when training has ended."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        batch = zoo.Samples(4).data
+        with trainer.strategy.full_parameters() as module:
+            twin = copy.deepcopy(module)
+            self.losses_within = [float(one.compute_loss(batch)) for one in (module, twin)]
+
+
+def look_within(size: int | None) -> list[float]:
+    looks = LooksWithin()
+    run = fit(CutAll, zoo.adamw, size, {}, callbacks=[looks] if size else [])
+    return looks.losses_within if size else [float(run.module.compute_loss(zoo.Samples(4).data))]
+
+
+def test_full_parameters_are_a_plain_module(pool: RankPool) -> None:
+    (expected,) = pool.run(1, look_within, None)[0]
+    for found in pool.run(4, look_within, 2):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def average(size: int | None) -> list[Tensor]:
+    averages = EMAWeightAveraging(decay=0.5)
+    fit(CutAll, plain_sgd, size, {}, callbacks=[averages])
+    return [whole(one.detach()) for one in averages._average_model.module.parameters()]
+
+
+def test_averages_are_those_of_one_process(pool: RankPool) -> None:
+    (expected,) = pool.run(1, average, None)
+    for found in pool.run(4, average, 2):
+        assert distance(found, expected) <= 2e-6
 
 
 # Checkpoints.

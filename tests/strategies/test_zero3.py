@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 from lightning_parstrat.errors import DifferentModulesError
 from tests.comparing import assert_same, distance
 from tests.pool import RankPool
@@ -236,3 +237,19 @@ def test_groups_of_a_module_stay(pool: RankPool) -> None:
         assert "already sharded over groups of 1 ranks" in error and "This training has groups of 2" in error
     for error in pool.run(2, train_in_other_groups, 3):
         assert "shard_group=3 does not divide the 2 ranks" in error
+
+
+class Vocabulary(nn.Module):
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.small, self.large = nn.Embedding(2**15, 2**10), nn.Embedding(2**16, 2**10)
+        self.head = nn.Linear(2**10, 2**16, bias=False)
+        if is_tied:
+            self.head.weight = self.large.weight
+
+
+def test_very_large_layers_are_units_unless_they_are_tied() -> None:
+    with torch.device("meta"):
+        apart, tied = Vocabulary(False), Vocabulary(True)
+    assert find_units(apart, (), MIN_NUM_PARAMS, False) == [apart.head, apart.large]
+    assert find_units(tied, (), MIN_NUM_PARAMS, False) == []

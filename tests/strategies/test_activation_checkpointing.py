@@ -1,0 +1,72 @@
+"""Modules whose activations are computed again in backward: results stay, forwards double."""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from tests.comparing import assert_same
+from tests.pool import RankPool
+from tests.strategies import odd, zoo
+from tests.strategies.parity import train, zero1, zero3
+
+
+class DroppingBlock(odd.Block):
+    """Counts its forwards."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.dropout(super().forward(inputs), 0.2)
+
+
+class Dropping(odd.Blocks):
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(3))
+        self.head = nn.Linear(zoo.FEATURES, 1)
+
+    def on_train_end(self) -> None:
+        # A copy has its own forward.
+        block = self.blocks[0]
+        forward = copy.deepcopy(block).forward
+        assert block not in [getattr(one, "__self__", None) for one in (forward, *getattr(forward, "args", ()))]
+
+
+class Found(NamedTuple):
+    parameters: list[Tensor]
+    calls: list[int]
+    is_undone: bool
+
+
+STRATEGIES = {"zero1": zero1, "zero2": lambda **more: zero1(shard_gradients=True, **more), "zero3": zero3}
+
+
+def train_again(strategy: str, policy: Any) -> Found:
+    run = train(Dropping, STRATEGIES[strategy](activation_checkpointing_policy=policy), accumulate_grad_batches=2)
+    blocks = list(run.module.blocks)
+    is_undone = not any("forward" in vars(block) for block in blocks)
+    return Found(run.parameters[-1], [block.calls for block in blocks], is_undone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activations_are_computed_again(pool: RankPool, strategy: str) -> None:
+    expected = pool.run(2, train_again, strategy, None)
+    # By a base class, too.
+    found = pool.run(2, train_again, strategy, ["Block"])
+    for once, twice in zip(expected, found, strict=True):
+        assert_same(twice.parameters, once.parameters)
+        assert twice.calls == [2 * calls for calls in once.calls] and once.calls[0] > 0
+        assert twice.is_undone
+
+
+def error_of(strategy: str) -> str:
+    with pytest.raises(ValueError, match="Invalid activation_checkpointing_policy") as error:
+        train_again(strategy, {nn.LSTM})
+    return str(error.value)
+
+
+def test_a_class_that_is_not_there_is_refused(pool: RankPool) -> None:
+    for error in pool.run(2, error_of, "zero1"):
+        assert "No module within Dropping is of such a class" in error
