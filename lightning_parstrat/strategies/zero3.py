@@ -132,8 +132,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._tensor_ranks = TensorRanks(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
-        self._parts += [self._equal, self._steps, self._tensor_ranks]
-        self._parts.append(ActivationCheckpoints(self, activation_checkpointing_policy))
+        checkpoints = ActivationCheckpoints(self, activation_checkpointing_policy)
+        self._parts += [self._equal, self._steps, self._tensor_ranks, checkpoints]
 
     @override
     def _make_training_state(self) -> TrainingState:

@@ -1,9 +1,11 @@
 """The table that docs/limits.md begins with: each cell is what rows of the tables of trainings, or tests, show."""
 
+import inspect
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import cases, test_callbacks, zoo
 from tests.strategies.checkpoint.test_routes import ROUTES
@@ -84,6 +86,28 @@ FEATURES: dict[str, list[Shown]] = {
         stepped("weights"),
     ],
     "ranks of [unequal speed](unequal_ranks.md)": [{row.strategy: "yes"} for row in test_rank_shares.ROWS.values()],
+    "shard groups": [
+        by_test("strategies/ways.py::in_groups", zero1_custom="yes", zero2_custom="yes"),
+        by_test("strategies/ways.py::zero3_in_groups", zero3_custom="yes"),
+        # Nothing is sharded.
+        by_test("strategies/test_limits.py::test_ddp_alone_shards_nothing", ddp_tuned="none"),
+    ],
+    "[tensor parallelism](tensor_parallel.md)": [
+        by_test("strategies/test_tensor_parallel.py::test_trains_as_one_process_does", zero3_custom="yes"),
+        by_test(
+            "strategies/test_tensor_parallel.py::test_layers_that_are_cut_already_are_refused",
+            zero1_custom="error",
+            zero2_custom="error",
+            ddp_tuned="error",
+        ),
+    ],
+    "`activation_checkpointing_policy`": [
+        by_test(
+            "strategies/test_activation_checkpointing.py::test_activations_are_computed_again",
+            **dict.fromkeys(STRATEGIES[:3], "yes"),
+        ),
+        by_test("strategies/test_limits.py::test_ddp_alone_shards_nothing", ddp_tuned="none"),
+    ],
     "compiled blocks": trained("compiled blocks", "compiled blocks within wrappers", "compiled and checkpointed"),
     "a module compiled as a whole": trained("compiled as a whole"),
     "captured CUDA graphs": [
@@ -134,6 +158,12 @@ def test_each_cell_says_what_tests_show() -> None:
         for flag, said in zip(STRATEGIES, cells, strict=True):
             shown = {row[flag] for row in FEATURES[feature] if flag in row}
             assert (shown or {"not tested"}) == {said}, (feature, flag)
+
+
+def test_ddp_alone_shards_nothing() -> None:
+    for argument in ("shard_group", "activation_checkpointing_policy"):
+        assert argument in inspect.signature(ZeRO1Strategy).parameters
+        assert argument not in inspect.signature(TunedDDPStrategy).parameters
 
 
 def wrapped(flag: str) -> bool:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parstrat import ZeRO3Strategy
@@ -227,6 +228,22 @@ def test_what_ranks_and_formats_allow(pool: RankPool) -> None:
     assert all("Start a multiple of 2 ranks" in error for error in pool.run(3, error_on_three_ranks))
     with pytest.raises(ValueError, match="Set state_dict_type='full'"):
         ZeRO3Strategy(tensor_parallel_size=2, state_dict_type="sharded")
+
+
+def error_of_cut_layers(flag: str) -> str:
+    module = Transformer()
+    parallelize_module(module.head, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    try:
+        make_trainer(flag, max_epochs=1).fit(module, zoo.loader(8, 4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("flag", ["zero1_custom", "zero2_custom", "zero3_custom", "ddp_tuned"])
+def test_layers_that_are_cut_already_are_refused(pool: RankPool, flag: str) -> None:
+    for error in pool.run(2, error_of_cut_layers, flag):
+        assert "'head.weight' is" in error and "zero3_custom" in error
 
 
 # What ranks see and count.
