@@ -133,7 +133,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
         checkpoints = ActivationCheckpoints(self, activation_checkpointing_policy)
-        self._parts += [self._equal, self._steps, self._tensor_ranks, checkpoints]
+        self._parts += [self._tensor_ranks, self._equal, self._steps, checkpoints]
 
     @override
     def _make_training_state(self) -> TrainingState:
@@ -322,18 +322,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_validation_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_validation_start()
+        self._tensor_ranks.count_once()
         self._steps.begin(self._compare_evaluations)
 
     @override
     def on_test_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_test_start()
+        self._tensor_ranks.count_once()
         self._steps.begin(self._compare_evaluations)
 
     @override
     def on_predict_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_predict_start()
+        self._tensor_ranks.count_once()
         self._steps.begin(self._compare_evaluations)
 
     def _compare_evaluations(self) -> None:
@@ -398,6 +401,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_train_start(self) -> None:
         """Logs what is sharded. If users have hooks before backward, the hooks see the parameters as optimizers do."""
         super().on_train_start()
+        self._tensor_ranks.count_once()
         module = self._training_module
         owners = (module, *module.trainer.callbacks)
         if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):

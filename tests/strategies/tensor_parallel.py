@@ -1,5 +1,7 @@
 """Modules with tensor-parallel plans, and their trainings on ranks that share layers."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +70,16 @@ class ScaledHeads(Attention):
 
     def heads(self, one: Tensor) -> Tensor:
         return self.scale * super().heads(one)
+
+
+def zeroed(attention: type[Attention]) -> type[Attention]:
+    """Its output is 0 until it has learned."""
+
+    def __init__(self: Any) -> None:
+        attention.__init__(self)
+        nn.init.zeros_(self.out.weight)
+
+    return type(f"Zeroed{attention.__name__}", (attention,), {"__init__": __init__})
 
 
 class Block(nn.Module):
@@ -157,6 +169,18 @@ class WeightedByHand(Transformer):
         return self.compute_loss(batch) * (1 + batch_idx % 2) * 2 / 3
 
 
+class Penalised(Transformer):
+    """Its loss has a gradient in it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        embedded: list[Tensor] = []
+        handle = self.embedding.register_forward_hook(lambda module, args, output: embedded.append(output))
+        loss = self.compute_loss(batch)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 class Counts(Transformer):
     """Logs sums and a metric."""
 
@@ -166,6 +190,7 @@ class Counts(Transformer):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.total.update(batch.sum())
+        copy.deepcopy(self.total), pickle.loads(pickle.dumps(self.total))
         self.log("total", self.total)
         self.log("sum", batch.sum(), reduce_fx="sum", sync_dist=True)
         self.log("mean", batch.mean(), sync_dist=True)

@@ -1,6 +1,7 @@
 """Layers that ranks share: trainings equal those of one process, and plans that do not fit are refused."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parstrat import ZeRO3Strategy
 from lightning_parstrat.core.footprint import Training
 from lightning_parstrat.core.footprint import zero3 as zero3_footprint
 from lightning_parstrat.distributed.engine.cuts import local
-from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
+from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, TensorPlanError, find_plan
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
@@ -35,6 +38,7 @@ from tests.strategies.tensor_parallel import (
     InSequence,
     Llama,
     NormedHeads,
+    Penalised,
     ReadsHeads,
     ScaledHeads,
     Tied,
@@ -43,6 +47,7 @@ from tests.strategies.tensor_parallel import (
     WeightedByHand,
     fit,
     with_class,
+    zeroed,
 )
 from tests.strategies.test_dataloaders import workers_allowed
 
@@ -176,6 +181,7 @@ PLANS: dict[str, tuple[Any, int, str]] = {
     "inputs": ({"head": "rowwise"}, 3, "does not divide in_features=16 of 'head'"),
     "words": ({"embedding": "embedding_rowwise"}, 5, "does not divide num_embeddings=24 of 'embedding'"),
     "heads": (PLAN, 8, "does not divide num_heads=4 of Attention"),
+    "a head without a partner": ({**PLAN, "head": "colwise"}, 2, "cuts the output of 'head', and no module below"),
 }
 
 
@@ -187,26 +193,42 @@ def test_what_is_wrong_with_a_plan(name: str) -> None:
 
 
 def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
-    module = with_class("Outer", tp_plan={"blocks.*.up": ColwiseParallel(), "blocks.1.down": "rowwise"})()
-    module.blocks[0].tp_plan = {"down": "rowwise"}
-    assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.up", "blocks.1.up", "blocks.1.down"]
+    plan = {"blocks.1.up": ColwiseParallel(), "blocks.1.down": "rowwise"}
+    module = with_class("Outer", tp_plan=plan)()
+    module.blocks[0].tp_plan = {"up": "colwise", "down": "rowwise"}
+    assert [one.name for one in find_plan(module, 2, set())] == list(plan)
     module.tp_plan = {}
-    assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.down"]
-    # A parameter that cannot be sharded leaves its layer whole.
-    assert find_plan(module, 2, {module.blocks[0].down.bias}) == []
+    assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.up", "blocks.0.down"]
+    # A parameter that cannot be sharded leaves its layer whole. Then the other one of the pair cannot be cut.
+    down = module.blocks[0].down
+    with pytest.raises(TensorPlanError, match=r"cuts layers of 'blocks\.0', and blocks\.0\.down of them stays whole"):
+        find_plan(module, 2, {down.bias})
+    with pytest.raises(TensorPlanError, match=r"names blocks\.0\.up, blocks\.0\.down alone, and each shares"):
+        find_plan(module, 2, {down.bias, module.blocks[0].up.bias})
 
 
-CODE = {"reads all heads": ReadsHeads, "a norm between": NormedHeads, "a number between": ScaledHeads}
-WRONG_CODE = {
-    "reads all heads": "'blocks.0.attention' returns something else than with whole layers",
-    "a norm between": "different gradients of blocks.0.attention.norm.weight",
-    "a number between": "different gradients of blocks.0.attention.scale",
+class WrongCode(NamedTuple):
+    module: type[Transformer]
+    error: str
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+
+
+OTHERWISE, APART = "'blocks.0' computes something else than with whole layers", "different gradients of blocks."
+CODE = {
+    "reads all heads": WrongCode(with_class("A", attention=ReadsHeads), OTHERWISE),
+    "reads all heads, layers by themselves": WrongCode(with_class("B", attention=ReadsHeads), OTHERWISE, BY_NAME),
+    "reads all heads, begins with 0": WrongCode(with_class("C", attention=zeroed(ReadsHeads)), OTHERWISE),
+    "a norm between": WrongCode(with_class("D", attention=NormedHeads), APART),
+    "a norm between, begins with 0": WrongCode(with_class("E", attention=zeroed(NormedHeads)), APART),
+    "a number between": WrongCode(with_class("F", attention=ScaledHeads), APART),
+    "a gradient in the loss": WrongCode(Penalised, "A loss contains gradients that go through 'blocks."),
 }
 
 
 def error_of(name: str) -> str:
+    module, _, strategy = CODE[name]
     try:
-        fit(with_class(name, attention=CODE[name]), plain_sgd, 2, {})
+        fit(module, plain_sgd, 2, strategy)
     except ValueError as error:
         return str(error)
     return ""
@@ -215,7 +237,7 @@ def error_of(name: str) -> str:
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "reads all heads", CODE))
 def test_code_that_does_not_fit_its_plan_is_refused(pool: RankPool, name: str) -> None:
     for error in pool.run(2, error_of, name):
-        assert WRONG_CODE[name] in error
+        assert CODE[name].error in error
 
 
 def error_on_three_ranks() -> str:
@@ -284,6 +306,64 @@ def test_ranks_that_share_layers_see_the_same(pool: RankPool) -> None:
     assert {name for one in (seen[0], seen[2]) for batch in one for name in batch[1]} == {
         f"sample {number}" for number in range(32)
     }
+
+
+class Odd(NamedTuple):
+    """A batch of one number, and the error that it makes."""
+
+    make: Callable[[float], Any]
+    error: str = ""
+
+
+ODD = {
+    "packed": Odd(lambda value: pack_sequence([torch.full((2,), value), torch.full((1,), value)])),
+    "expanded": Odd(lambda value: torch.tensor([value]).expand(3)),
+    "strided": Odd(lambda value: torch.full((2, 3), value)[:, 1]),
+    "sparse": Odd(lambda value: torch.full((2, 2), value).to_sparse()),
+    "of many dtypes": Odd(lambda value: [torch.tensor(value).to(dtype) for dtype in (torch.bool, torch.complex64)]),
+    "empty": Odd(lambda value: {"none": None, "empty": torch.empty(0), "text": [str(value)]}),
+    "not picklable": Odd(lambda value: {"call": lambda: value}, "it cannot be pickled"),
+}
+
+
+def share(name: str) -> list[Any]:
+    """The batches that this rank gets of others, or the error."""
+    strategy = zero3(tensor_parallel_size=2)
+    make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(Transformer(), zoo.loader(32, 8))
+    try:
+        shared = strategy._tensor_ranks.share(ODD[name].make(float(dist.get_rank() + 3)))
+    except TypeError as error:
+        return str(error)
+    return pickle.dumps(shared.to_dense() if name == "sparse" else shared)
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("of many dtypes", "not picklable"), ODD))
+def test_batches_of_all_kinds_are_shared(pool: RankPool, name: str) -> None:
+    first, second = pool.run(2, share, name)
+    if ODD[name].error:
+        assert ODD[name].error in first and ODD[name].error in second
+        return
+    ones, twos = (repr(pickle.loads(one)) for one in (first, second))
+    assert ones == twos and ("3." in ones or "True" in ones)
+
+
+def error_of_data(kind: str) -> str:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    by_world = zoo.loader(32, 8, rank=rank, world_size=size)
+    by_length = DataLoader(zoo.Samples(16 + 8 * rank), batch_size=8, sampler=range(16 + 8 * rank))
+    trainer = make_trainer(zero3(tensor_parallel_size=2), max_epochs=1)
+    try:
+        trainer.fit(Transformer(), by_world if kind == "divided by all" else by_length)
+    except MisconfigurationException as error:
+        return str(error)
+    return ""
+
+
+def test_data_that_do_not_fit_are_refused(pool: RankPool) -> None:
+    for error in pool.run(2, error_of_data, "divided by all"):
+        assert "A DistributedSampler has num_replicas=2, and 1 ranks have different data" in error
+    for error in pool.run(2, error_of_data, "of another length"):
+        assert "have loaders of 2, 3 batches" in error
 
 
 def counted(size: int | None) -> dict[str, float]:

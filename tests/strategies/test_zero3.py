@@ -239,6 +239,21 @@ def test_groups_of_a_module_stay(pool: RankPool) -> None:
         assert "shard_group=3 does not divide the 2 ranks" in error
 
 
+class StridedBuffer(zoo.MLP):
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("table", torch.arange(12.0)[::2] + 100 * dist.get_rank())
+
+
+def buffer_of(strategy: Any) -> list[float]:
+    return train(StridedBuffer, strategy).module.table.tolist()
+
+
+@pytest.mark.parametrize("make", [zero3, by_flag])
+def test_buffers_with_strides_are_rank_0s(pool: RankPool, make: Any) -> None:
+    assert pool.run(2, buffer_of, make()) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+
+
 class Vocabulary(nn.Module):
     def __init__(self, is_tied: bool) -> None:
         super().__init__()

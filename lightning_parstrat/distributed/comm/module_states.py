@@ -26,7 +26,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
         with marked("lightning_parstrat: broadcast tensors of the module"):
             for together in _travel_together(detached):
                 parts = [tensor.reshape(-1) for tensor in together]
-                flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+                # Gloo sends memory, whatever the strides.
+                flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
                 dist.broadcast(flat, group=group, group_src=0)
                 pieces = torch.split(flat, [part.numel() for part in parts])
                 copy_all(together, [piece.view_as(tensor) for piece, tensor in zip(pieces, together, strict=True)])

@@ -1,11 +1,15 @@
 """Activation checkpointing: modules that keep their inputs alone, and compute the rest again in backward."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from lightning_parstrat.distributed.torch_compat import version_of
 
 
 def modules_of_classes(module: nn.Module, wanted: Collection[str | type], argument: str) -> set[nn.Module]:
@@ -45,7 +49,7 @@ def checkpoint_activations(module: nn.Module, wanted: Collection[str | type]) ->
     before = {part: vars(part).get("forward") for part in chosen}
     for part in chosen:
         # On the object: names of parameters and the class stay.
-        vars(part)["forward"] = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        vars(part)["forward"] = functools.partial(_checkpointed, part, part.forward)
 
     def undo() -> None:
         for part, forward in before.items():
@@ -53,6 +57,46 @@ def checkpoint_activations(module: nn.Module, wanted: Collection[str | type]) ->
             vars(part).update({} if forward is None else {"forward": forward})
 
     return undo
+
+
+def _checkpointed(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    changed: list[Tensor] = []
+    # A module may have arguments that are named as those of `checkpoint`.
+    call = functools.partial(forward, **kwargs)
+    contexts = functools.partial(_contexts, part, changed)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(part: nn.Module, changed: list[Tensor]) -> tuple[Any, Any]:
+    return _noting_changes(part, changed), buffers_kept(changed, always=True)
+
+
+@contextmanager
+def _noting_changes(part: nn.Module, changed: list[Tensor]) -> Iterator[None]:
+    before = [(buffer, version_of(buffer)) for buffer in part.buffers()]
+    yield
+    changed += [buffer for buffer, version in before if version_of(buffer) != version]
+    # The kernels of batch norms change their statistics without a count.
+    norms = [one for one in part.modules() if one.training and getattr(one, "track_running_stats", False)]
+    changed += [buffer for norm in norms for buffer in norm.buffers() if not any(buffer is one for one in changed)]
+
+
+@contextmanager
+def buffers_kept(buffers: Sequence[Tensor], always: bool = False) -> Iterator[None]:
+    """Within it, changes of buffers are lost, such as those of a second forward. Not collective.
+
+    Args:
+        buffers: The buffers.
+        always: Whether they change. Otherwise torch's count of changes tells.
+    """
+    values = [(buffer, version_of(buffer), buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in values:
+                if always or version_of(buffer) != version:
+                    buffer.copy_(value)
 
 
 def _classes(module: nn.Module) -> set[str | type[Any]]:

@@ -34,7 +34,8 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.fsdp.sharding import check_groups, is_sharded_module, planned_layers, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
-from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions, check_gradients
+from lightning_parstrat.distributed.fsdp.tensor_checks import GradientCheck
+from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
@@ -170,7 +171,7 @@ class ShardedModule:
         if planned := planned_layers(module):
             self._hooks.append(TensorRegions(module, planned, device))
         self._lent: dict[Tensor, RemovableHandle] = {}
-        self._has_compared = policy.tensor_parallel_size == 1
+        self._gradient_check = GradientCheck(dict(named)) if planned_layers(module) else None
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -440,9 +441,9 @@ class ShardedModule:
             if leaf.parameter in self._zeroed and not was_used:
                 # As if it had not taken part: optimizers step parameters that have a gradient.
                 leaf.parameter.grad = None
-        if not self._has_compared:
-            self._has_compared = True
-            check_gradients(dict(self.module.named_parameters()), self._messages().control)
+        if self._gradient_check is not None:
+            reached = {leaf.parameter for leaf, is_used in zip(self.leaves, combined.flags, strict=False) if is_used}
+            self._gradient_check.compare(reached, self._messages().control)
         self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
         scale = factor()
         gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]

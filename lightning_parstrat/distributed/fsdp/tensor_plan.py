@@ -8,7 +8,7 @@ import fnmatch
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 """torch's style for each name of Hugging Face's. Other names of theirs are of layers that torch has no style for."""
 
-_HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "nhead")
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "nhead")
 
 
 class TensorPlanError(ValueError):
@@ -103,9 +103,50 @@ def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> 
         raise TensorPlanError(_how_to_plan(module, ranks))
     uses: Counter[Tensor] = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     free = [one for one in planned.values() if _is_free(one.layer, uses, kept_whole)]
+    if not free:
+        raise TensorPlanError(
+            f"The tensor-parallel plan names {listed(list(planned))} alone, and each shares a parameter with another"
+            " layer, or cannot be sharded. Name other layers, or leave tensor_parallel_size out."
+        )
     for one in free:
         _check_sizes(one, named, ranks)
+    _check_regions(list(planned.values()), free, named)
     return free
+
+
+def region_of(planned: PlannedLayer, others: Sequence[PlannedLayer], named: Mapping[str, nn.Module]) -> str:
+    """The name of the smallest module that holds a layer, and one that sums what it gives. Empty if there is none.
+
+    Containers, which have no ``forward``, and the outermost module do not count.
+    """
+    name = planned.name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        sums = any(one.takes_shards and one.name.startswith(f"{name}.") for one in others)
+        if sums and not isinstance(named[name], (nn.ModuleList, nn.ModuleDict)):
+            return name
+    return ""
+
+
+def _check_regions(
+    planned: Sequence[PlannedLayer], free: Sequence[PlannedLayer], named: Mapping[str, nn.Module]
+) -> None:
+    for one in planned:
+        region = region_of(one, planned, named) if one.gives_shards else ""
+        if one.gives_shards and one in free and not region:
+            raise TensorPlanError(
+                f"The tensor-parallel plan cuts the output of {one.name!r}, and no module below the LightningModule"
+                " holds it and a row-wise layer that sums the parts. Write 'colwise_gather_output', or put both layers"
+                " into one module."
+            )
+        inside = [other for other in planned if region and other.name.startswith(f"{region}.")]
+        paired = [other for other in inside if other.gives_shards or other.takes_shards]
+        whole = [other.name for other in paired if other not in free]
+        if whole and len(whole) < len(paired):
+            raise TensorPlanError(
+                f"The tensor-parallel plan cuts layers of {region!r}, and {listed(whole)} of them stays whole, as it"
+                " shares a parameter with another layer, or cannot be sharded. Leave all of them out of the plan."
+            )
 
 
 def _plan_of(part: nn.Module) -> Mapping[str, Any]:
@@ -163,7 +204,7 @@ def _check_sizes(planned: PlannedLayer, named: Mapping[str, nn.Module], ranks: i
         _check_divides(f"{what}={size} of {name!r}", size, ranks)
     for owner in _owners(name, named) if planned.gives_shards else ():
         for holder in (owner, getattr(owner, "config", None)):
-            for heads in _HEADS:
+            for heads in HEADS:
                 count = getattr(holder, heads, None)
                 if isinstance(count, int):
                     _check_divides(f"{heads}={count} of {type(owner).__name__}", count, ranks)

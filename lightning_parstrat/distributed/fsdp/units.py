@@ -44,7 +44,7 @@ def find_units(
         chosen = modules_of_classes(module, auto_wrap_policy, "auto_wrap_policy")
     else:
         chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
-        chosen |= {m for m in module.modules() if isinstance(m, _LARGE) and _numel(m) >= _LARGEST_OF_ROOT}
+        chosen |= {m for m in module.modules() if type(m) in _LARGE and _numel(m) >= _LARGEST_OF_ROOT}
     if each_child:
         chosen |= set(_outermost(module, each_child=True))
     registrations = _registrations(module)

@@ -21,7 +21,8 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that are called instead of ``forward``."""
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
-_WHO_SHARDS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", f"{__name__.partition('.')[0]}.")
+_WHO_CUTS = "torch.distributed.tensor."
+_WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
 
 
 @contextmanager
@@ -97,11 +98,16 @@ def _restore(registered: Iterable[tuple[nn.Module, str, str, DTensor]]) -> None:
 
 
 @contextmanager
-def plain(module: nn.Module) -> Iterator[None]:
+def plain(module: nn.Module, keeps_cut: bool = False) -> Iterator[None]:
     """Within it, a module and all below it have their own classes, without the additions of sharding.
 
     Parameters do not change, and nothing is gathered. You can call a module if its parameters are whole.
+
+    Args:
+        module: The module.
+        keeps_cut: Whether tensor-parallel layers stay cut.
     """
+    added = _WHO_SHARDS if keeps_cut else (*_WHO_SHARDS, _WHO_CUTS)
     with ExitStack() as undo:
         for part in list(module.modules()):
             own = vars(part)
@@ -112,20 +118,22 @@ def plain(module: nn.Module) -> Iterator[None]:
             undo.callback(own.update, {name: own.pop(name) for name in _ADDED & own.keys()})
             for hooks in [own[name] for name in _HOOKS if isinstance(own.get(name), dict)]:
                 undo.callback(_restore_hooks, hooks, dict(hooks))
-                for number in [number for number, hook in hooks.items() if _shards(hook)]:
+                for number in [number for number, hook in hooks.items() if _is_of(hook, added)]:
                     del hooks[number]
         yield
 
 
-def _shards(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_WHO_SHARDS)
+def _is_of(hook: Any, modules: tuple[str, ...]) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(modules)
 
 
 def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
     # In their order, with the hooks that were registered or removed meanwhile.
     now = dict(hooks)
     hooks.clear()
-    hooks.update({number: hook for number, hook in before.items() if number in now or _shards(hook)})
+    hooks.update(
+        {number: hook for number, hook in before.items() if number in now or _is_of(hook, (*_WHO_SHARDS, _WHO_CUTS))}
+    )
     hooks.update(now)
 
 

@@ -1,18 +1,22 @@
 """Ranks that share tensor-parallel layers: they see the same batches, draw the same numbers, and count once."""
 
 import inspect
+import pickle
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
@@ -64,35 +68,124 @@ class TensorRanks(Part):
                 f"tensor_parallel_size={self._size} gives ranks that share layers the same batch, and a `training_step`"
                 " with `dataloader_iter` draws its own. Take `batch` and `batch_idx`."
             )
-        found = (one for one in self._module.modules() if isinstance(one, Metric) and one.process_group is None)
-        self._metrics = list(found)
-        for metric in self._metrics:
-            metric.process_group = self.data_group
+        self.count_once()
+
+    def count_once(self) -> None:
+        """Makes the module's metrics count ranks that share layers once. Call it when a loop begins. Not collective."""
+        if self._size == 1:
+            return
+        for metric in (one for one in self._module.modules() if isinstance(one, Metric)):
+            if metric.dist_sync_fn is None and metric.process_group is None:
+                metric.dist_sync_fn = _GatherOfData(self)
+                self._metrics.append(metric)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader. Compares the numbers of batches of ranks that share layers. Collective among them.
+
+        Raises:
+            MisconfigurationException: These numbers differ. Or a sampler divides the data among all ranks.
+        """
+        if self._size == 1:
+            return dataloader
+        sampler, ranks = getattr(dataloader, "sampler", None), self._ranks.data_ranks
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != ranks:
+            raise MisconfigurationException(
+                f"A DistributedSampler has num_replicas={sampler.num_replicas}, and {ranks} ranks have different data"
+                f" with tensor_parallel_size={self._size}. Make it by `**trainer.distributed_sampler_kwargs`."
+            )
+        lengths = set(all_gather_object(sized_len(dataloader), self._group))
+        if len(lengths) > 1:
+            raise MisconfigurationException(
+                f"Ranks that share layers have loaders of {', '.join(map(str, sorted(lengths, key=str)))} batches. They"
+                " see the same batches: divide data by `trainer.distributed_sampler_kwargs`, not by the world size."
+            )
+        return dataloader
+
+    @property
+    def _group(self) -> Any:
+        """The ranks that share layers with this one. Messages are in host memory. Collective on first use."""
+        first = self._ranks.rank // self._size * self._size
+        return subgroup(self._ranks.groups.control, range(first, first + self._size))
 
     @torch.no_grad()
     def share(self, batch: Any) -> Any:
         """The batch of the first of the ranks that share layers, whose random numbers all of them continue.
 
         Collective among them: the batch's bytes, and 10 KB. Tensors are on the host.
+
+        Raises:
+            TypeError: The batch cannot be pickled. Raised on all of them.
         """
         if self._size == 1:
             return batch
-        first = self._ranks.rank // self._size * self._size
-        group = subgroup(self._ranks.groups.control, range(first, first + self._size))
-        skeleton = replace_leaves(batch, lambda tensor: tensor.to("meta")) if self._ranks.rank == first else None
-        skeleton, state = broadcast_object((skeleton, rng_state()), group)
+        is_first = self._ranks.rank % self._size == 0
+        packed, tensors, fault = _pack(batch) if is_first else (b"", [], "")
+        packed, fault, state = broadcast_object((packed, fault, rng_state()), self._group)
+        if fault:
+            raise TypeError(
+                f"Ranks that share layers get the first one's batch, and it cannot be pickled: {fault}. Return tensors"
+                " in dictionaries, lists or tuples."
+            )
         set_rng_state(state)
-        shared = replace_leaves(batch if self._ranks.rank == first else skeleton, _on_host)
-        broadcast_tensors([leaf.tensor for leaf in leaves(shared)], group)
+
+        def make(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            return tensors[-1]
+
+        shared = batch if is_first else replace_leaves(pickle.loads(packed), make)
+        # Gloo does not know all dtypes.
+        broadcast_tensors([tensor.view(-1).view(torch.uint8) for tensor in tensors], self._group)
         return shared
 
     @override
     def teardown(self) -> None:
-        """Gives metrics their own process group again."""
+        """Gives metrics their own way to synchronize again."""
         for metric in self._metrics or ():
-            metric.process_group = None
+            metric.dist_sync_fn = None
         self._metrics = []
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
+class _GatherOfData:
+    """A metric's ``dist_sync_fn``: gathers from ranks that have different data. Copies of a metric share it.
+
+    Args:
+        ranks: Knows these ranks.
+    """
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        """Gathers a state. Collective."""
+        return gather_all_tensors(result, self._ranks.data_group if group is None else group)
+
+    def __deepcopy__(self, _: object) -> "_GatherOfData":
+        """Returns itself: a process group has no copy."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickled as None, as another process has other ranks."""
+        return type(None), ()
+
+
+def _pack(batch: Any) -> tuple[bytes, list[Tensor], str]:
+    """A batch without the values of its tensors, pickled, and its tensors. Or what is wrong with it."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or not tensor.numel():
+            return tensor
+        tensors.append(tensor.detach().cpu().contiguous())
+        return tensors[-1].to("meta")
+
+    try:
+        try:
+            return pickle.dumps(replace_leaves(batch, take)), tensors, ""
+        except (TypeError, ValueError, RuntimeError):
+            # Such as a packed sequence, a named tuple that cannot be made of other tensors.
+            return pickle.dumps(batch), [], ""
+    except Exception as error:
+        return b"", [], f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
 from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
 from tests.pool import RankPool
+from tests.torch_versions import is_before
 
 
 def linear() -> nn.Linear:
@@ -179,5 +180,7 @@ def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:
 
 
 def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
-    for world_size, makers in ((2, OPTIMIZERS), (1, [adamw]), (3, [adafactor])):
+    # Adagrad of older versions cannot step an added parameter, sharded or not.
+    tried = [make for make in OPTIMIZERS if make is not adagrad or not is_before("2.13")]
+    for world_size, makers in ((2, tried), (1, [adamw]), (3, [adafactor])):
         pool.run(world_size, after_a_training, makers)
