@@ -244,12 +244,15 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduces a tensor over all ranks with different data. Collective."""
-        return super().reduce(tensor, self._tensor_ranks.data_group if group is None else group, reduce_op)
+        if group is None and self._policy.tensor_parallel_size > 1:
+            group = self._tensor_ranks.data_group
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any rank, have decided so. Collective."""
-        return any_rank(decision, self._ranks.control) if not all else not any_rank(not decision, self._ranks.control)
+        # Lightning counts the ranks that have decided so, by `reduce`.
+        return not any_rank(not decision, self._ranks.control) if all else any_rank(decision, self._ranks.control)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
