@@ -1,13 +1,14 @@
 """Which files of the package a steady step enters, in which order: few enough to read."""
 
-import gc
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lightning_parstrat
@@ -20,6 +21,14 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 STEADY = 5
 MOST = {"zero1_custom": 30, "ddp_tuned": 22}
 """Files, by flag."""
+
+
+@pytest.fixture(scope="module")
+def fresh_pool() -> Iterator[RankPool]:
+    """Ranks in which no other test has left an engine, whose hooks would be seen."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
 
 
 @looks_at_no_gradient
@@ -35,12 +44,6 @@ class Traces(Callback):
             self.called.setdefault((path.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # What an earlier training left would otherwise be collected, and seen, within the step.
-        if batch_idx == STEADY:
-            gc.collect()
-            gc.disable()
-        else:
-            gc.enable()
         sys.setprofile(self.note if batch_idx == STEADY else None)
 
 
@@ -51,9 +54,9 @@ def calls_of_a_step(flag: str) -> list[tuple[str, str]]:
     return list(traces.called)
 
 
-def test_a_steady_step_enters_few_files(pool: RankPool) -> None:
+def test_a_steady_step_enters_few_files(fresh_pool: RankPool) -> None:
     for flag, most in MOST.items():
-        for calls in pool.run(2, calls_of_a_step, flag):
+        for calls in fresh_pool.run(2, calls_of_a_step, flag):
             files = {file for file, _ in calls}
             assert 5 < len(files) <= most, files
 
@@ -67,8 +70,8 @@ def rows_of_a_step() -> list[list[tuple[str, str]]]:
     return [[(file, one) for file in re.findall(r"`([\w/]+\.py)`", files) for one in of] for of, files in names]
 
 
-def test_the_table_of_a_step_is_that_of_a_step(pool: RankPool) -> None:
-    calls = pool.run(2, calls_of_a_step, "zero1_custom")[0]
+def test_the_table_of_a_step_is_that_of_a_step(fresh_pool: RankPool) -> None:
+    calls = fresh_pool.run(2, calls_of_a_step, "zero1_custom")[0]
     rows = rows_of_a_step()
     places = [[calls.index(one) for one in row if one in calls] for row in rows]
     assert len(rows) > 10 and all(places), [row for row, found in zip(rows, places, strict=True) if not found]
