@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.comparing import assert_same
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.parity import train, zero1, zero3
 
@@ -58,7 +59,7 @@ def train_again(strategy: str, policy: Any) -> Found:
     return Found([*run.parameters[-1], *run.module.buffers()], [block.calls for block in blocks], is_undone)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_unless(lambda name: name == "zero3", STRATEGIES))
 def test_activations_are_computed_again(pool: RankPool, strategy: str) -> None:
     expected = pool.run(2, train_again, strategy, None)
     # By a base class, too.
