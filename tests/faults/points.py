@@ -78,7 +78,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state, "_messages"), (dcp.FolderWriter, "write_data"), (resume, "gather_object")):
+    for module, name in ((state, "_receive_parts"), (dcp.FolderWriter, "write_data"), (resume, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

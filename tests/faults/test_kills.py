@@ -8,6 +8,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -232,3 +234,11 @@ def check_all_whole(folder: Path) -> int:
         if path.name.startswith("last"):
             last_step = max(last_step, loaded["global_step"])
     return last_step
+
+
+@pytest.mark.slow
+def test_every_point_can_be_put_in() -> None:
+    """They are drawn at random, so one that does not exist would be noticed late."""
+    program = "from tests.faults.points import POINTS\nfor put in POINTS.values(): put(lambda: None)"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)
