@@ -44,19 +44,10 @@ def read_module(path: Path, class_path: str | None, tensor_ranks: int | None) ->
         config = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    section = _section(config, "model")
+    section = _model(config, path, class_path)
+    given = section["class_path"]
     # Python would search these paths if the configuration's program had been started here.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    if isinstance(section, str):
-        section = {"class_path": section}
-    elif "class_path" not in section:
-        section = {"class_path": class_path, "init_args": section}
-    given = section["class_path"]
-    if given is None:
-        raise UsageError(
-            f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
-            " passes to LightningCLI, such as --model my_package.model.MyModule."
-        )
     trainer = _section(config, "trainer")
     # Modules may print. Standard output is for the result alone, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
@@ -148,6 +139,22 @@ def _full_sharding(strategy: Any) -> FullShardingPolicy:
         min_num_params=given.get("min_num_params", MIN_NUM_PARAMS),
         tensor_parallel_size=given.get("tensor_parallel_size", 1),
     )
+
+
+def _model(config: Any, path: Path, class_path: str | None) -> Mapping[str, Any]:
+    """The module's class and arguments."""
+    section = _section(config, "model")
+    if isinstance(section, str):
+        section = {"class_path": section}
+    elif "class_path" not in section:
+        section = {"class_path": class_path, "init_args": section}
+    if section["class_path"] is None:
+        raise UsageError(
+            f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
+            " passes to LightningCLI, such as --model my_package.model.MyModule."
+        )
+    found: Mapping[str, Any] = section
+    return found
 
 
 def _section(config: Any, name: str) -> Any:

@@ -135,7 +135,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._failed = False
         super().__init__(**kwargs)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
-        self._parts += [self._equal, ActivationCheckpoints(self, activation_checkpointing_policy)]
+        self._parts += [self._equal, ActivationCheckpoints(self, self._policy.activation_checkpointing_policy)]
 
     @override
     def configure_ddp(self) -> None:

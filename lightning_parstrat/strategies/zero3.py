@@ -75,7 +75,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         tensor_parallel_size: How many consecutive ranks share each layer that the module's tensor-parallel plan names.
             They get the same batches, and each computes a part. With more than 1, ``shard_group`` counts groups of so
             many ranks as one. The plan is ``tp_plan`` of the module or of a submodule, such as
-            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Hugging Face's models have one.
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Many of Hugging Face's models have one.
         comm_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
             fp32 gradients. By default gradients are sent in their own dtype. ``"fp32"`` widens the gradients of
             "bf16-true" before they are sent.
@@ -132,7 +132,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._tensor_ranks = TensorRanks(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
-        checkpoints = ActivationCheckpoints(self, activation_checkpointing_policy)
+        checkpoints = ActivationCheckpoints(self, self._policy.activation_checkpointing_policy)
         self._parts += [self._tensor_ranks, self._equal, self._steps, checkpoints]
 
     @override
@@ -404,7 +404,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_train_start(self) -> None:
         """Logs what is sharded. If users have hooks before backward, the hooks see the parameters as optimizers do."""
         super().on_train_start()
-        self._tensor_ranks.count_once()
         module = self._training_module
         owners = (module, *module.trainer.callbacks)
         if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):

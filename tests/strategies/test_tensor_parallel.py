@@ -336,7 +336,7 @@ def share(name: str) -> list[Any]:
     strategy = zero3(tensor_parallel_size=2)
     make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(Transformer(), zoo.loader(32, 8))
     try:
-        shared = strategy._tensor_ranks.share(ODD[name].make(float(dist.get_rank() + 3)))
+        shared = strategy.batch_to_device(ODD[name].make(float(dist.get_rank() + 3)))
     except TypeError as error:
         return str(error)
     return pickle.dumps(shared.to_dense() if name == "sparse" else shared)

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parstrat import ZeRO3Strategy
+from lightning_parstrat.distributed.fsdp.sharding import place_in
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 from lightning_parstrat.errors import DifferentModulesError
 from tests.comparing import assert_same, distance
@@ -23,7 +25,7 @@ from tests.strategies.cases import FP32
 from tests.strategies.checkpoint.trainings import tuned
 from tests.strategies.for_shards import FEATURES, MadeAnew, Pretrained, Seeded, Skips
 from tests.strategies.odd import Blocks
-from tests.strategies.parity import by_flag, ddp, make_trainer, train, whole, zero3
+from tests.strategies.parity import Looks, by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
 from tests.torch_versions import needs_torch
 
 
@@ -239,6 +241,26 @@ def test_groups_of_a_module_stay(pool: RankPool) -> None:
         assert "shard_group=3 does not divide the 2 ranks" in error
 
 
+class OnTwoNodes(ZeRO3Strategy):
+    @property
+    def node_rank(self) -> int:
+        return dist.get_rank() // 2
+
+
+def train_on_two_nodes(group: Any) -> tuple[float, int]:
+    expected = train(zoo.Attention, None, whole_batch=True, gradient_clip_val=0.05)
+    copies = Looks(lambda trainer: place_in(trainer.lightning_module).copies)
+    strategy = zero3(OnTwoNodes, shard_group=group)
+    found = train(zoo.Attention, strategy, gradient_clip_val=0.05, callbacks=[copies])
+    return largest_difference(found, expected), copies.seen
+
+
+@pytest.mark.parametrize(("group", "copies"), [("node", 2), ("all", 1)])
+def test_nodes_hold_a_copy_each(pool: RankPool, group: str, copies: int) -> None:
+    for difference, seen in pool.run(4, train_on_two_nodes, group):
+        assert difference <= FP32 and seen == copies
+
+
 class StridedBuffer(zoo.MLP):
     def build(self) -> None:
         super().build()
@@ -268,3 +290,4 @@ def test_very_large_layers_are_units_unless_they_are_tied() -> None:
         apart, tied = Vocabulary(False), Vocabulary(True)
     assert find_units(apart, (), MIN_NUM_PARAMS, False) == [apart.head, apart.large]
     assert find_units(tied, (), MIN_NUM_PARAMS, False) == []
+    assert find_units(apart, (), 2**27, False) == []

@@ -168,13 +168,18 @@ class ShardedModule:
             if name not in ignored and not isinstance(p, DTensor) and (p.is_floating_point() or p.is_complex())
         ]
         self._hooks: list[RemovableHandle | TensorRegions] = [*self._register_hooks()]
+        self._lent: dict[Tensor, RemovableHandle] = {}
+        self._gradient_check: GradientCheck | None = None
         if planned := planned_layers(module):
             self._hooks.append(TensorRegions(module, planned, device))
-        self._lent: dict[Tensor, RemovableHandle] = {}
-        self._gradient_check = GradientCheck(dict(named)) if planned_layers(module) else None
+            self._gradient_check = GradientCheck(dict(named))
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
+        self._follow_gathers()
+
+    def _follow_gathers(self) -> None:
+        module = self.module
         for part in self._parts:
             # They get a gradient that DDP would not leave, unless another rank has used them.
             reduce_unused_too(part, self._zeroed.add)

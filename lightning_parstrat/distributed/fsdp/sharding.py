@@ -4,7 +4,7 @@ So a module on the meta device is never on a device as a whole.
 """
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -104,21 +104,14 @@ def shard(
             module. Or a part of the module is sharded already. Or the tensor-parallel plan cannot be carried out.
     """
     before = dict(module.named_parameters())
-    for name, parameter in before.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
-                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
-                " and load weights into it before the training."
-            )
+    _refuse_shards(before)
     units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
     whole = whole_parameters(module, units)
     if by_child:
         inside = {parameter for unit in units for parameter in unit.parameters()}
         whole |= {parameter for parameter in before.values() if parameter not in inside}
-    planned, size = list[PlannedLayer](), policy.tensor_parallel_size
-    if size > 1:
-        planned = find_plan(module, size, whole)
+    size = policy.tensor_parallel_size
+    planned = find_plan(module, size, whole) if size > 1 else []
     to_reset = _parts_without_values(module, whole, group, device)
     mesh = _make_mesh(group, collectives, size, device)
     names = {part: name for name, part in module.named_modules()}
@@ -146,6 +139,16 @@ def shard(
             # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
             vars(part)["flatten_parameters"] = _leave_where_they_are
     _SHARDED[module] = _Sharding(collectives.shard_groups, collectives.place, size, planned)
+
+
+def _refuse_shards(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
+                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
+                " and load weights into it before the training."
+            )
 
 
 def _make_mesh(

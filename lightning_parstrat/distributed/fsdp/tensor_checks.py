@@ -6,7 +6,7 @@ the ranks that share the others.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,30 +77,30 @@ def _check(part: nn.Module, name: str, row_wise: Sequence[nn.Module], args: Any,
     """
     training = [inner for inner in part.modules() if inner.training]
     inner_units = [inner for inner in part.modules() if isinstance(inner, FSDPModule) and inner is not part]
-    states = _generator_states(args, kwargs)
+    devices = {leaf.tensor.device for leaf in leaves((args, kwargs)) if leaf.tensor.is_cuda}
     for unit in inner_units:
         unit.unshard()
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     try:
         inputs = replace_leaves((args, kwargs), lambda tensor: _wide(tensor.detach()))
         part.eval()
-        with torch.autocast(own[0][2].device.type, enabled=False), buffers_kept(list(part.buffers())):
-            with plain(part, keeps_cut=True):
+        with torch.autocast(own[0][2].device.type, enabled=False), torch.random.fork_rng(devices):
+            before = _generator_states(devices)
+            with buffers_kept(list(part.buffers())), plain(part, keeps_cut=True):
                 cut = _called_with(part, own, _wide, inputs, row_wise)
-            is_drawn = any(map(_differ, _generator_states(args, kwargs), states))
-        with torch.autocast(own[0][2].device.type, enabled=False), buffers_kept(list(part.buffers())), plain(part):
-            whole = _called_with(part, own, lambda one: _wide(_full(one)), inputs, row_wise)
+            draws = not all(map(torch.equal, _generator_states(devices), before))
+            with buffers_kept(list(part.buffers())), plain(part):
+                whole = _called_with(part, own, lambda one: _wide(_full(one)), inputs, row_wise)
     except Exception:
         # If the cut layers cannot be called, training raises the error.
         return
     finally:
-        _set_generators(args, kwargs, states)
         for inner in training:
             inner.training = True
         for unit in inner_units:
             unit.reshard()
     mesh = next(one.device_mesh for _, _, one in own if isinstance(one, DTensor))
-    if not is_drawn and _fits(cut, whole, mesh) is False:
+    if not draws and not _fits(cut, whole, mesh):
         raise TensorPlanError(
             f"With the layers of its tensor-parallel plan cut, {name!r} computes something else than with whole"
             f" layers. Its `forward` may read a number that is of all ranks, as in `view(batch, length,"
@@ -147,19 +147,14 @@ def _called_with(
 def _differ(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or not one.numel():
         return one.shape != other.shape
-    return bool((one.float() - other.float()).abs().max() > _TOLERANCE * other.float().abs().max())
+    largest = float(other.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    # Both may have NaN in a place, such as a row that a mask hides.
+    alike = torch.isclose(one.float(), other.float(), rtol=0.0, atol=_TOLERANCE * largest, equal_nan=True)
+    return not bool(alike.all())
 
 
-def _generator_states(*inputs: Any) -> list[Tensor]:
-    devices = {leaf.tensor.device for leaf in leaves(inputs) if leaf.tensor.is_cuda}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
-
-
-def _set_generators(args: Any, kwargs: Any, states: Sequence[Tensor]) -> None:
-    devices = {leaf.tensor.device for leaf in leaves((args, kwargs)) if leaf.tensor.is_cuda}
-    torch.set_rng_state(states[0])
-    for device, state in zip(sorted(devices, key=str), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
+def _generator_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 class GradientCheck:

@@ -32,6 +32,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 """torch's style for each name of Hugging Face's. Other names of theirs are of layers that torch has no style for."""
 
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "nhead")
+"""Attributes of a module, or of its configuration, that count heads: each rank has an equal part of them."""
 
 
 class TensorPlanError(ValueError):

@@ -13,7 +13,7 @@ from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 MIN_NUM_PARAMS = 100_000
 """Smaller blocks stay with the root. A separate collective for each would cost more than their memory."""
 
-_LARGE, _LARGEST_OF_ROOT = (nn.Embedding, nn.Linear), 2**26
+_VERY_LARGE = 2**26
 """Layers of so many elements are gathered by themselves: with the root they would be held for a whole step."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -44,7 +44,9 @@ def find_units(
         chosen = modules_of_classes(module, auto_wrap_policy, "auto_wrap_policy")
     else:
         chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
-        chosen |= {m for m in module.modules() if type(m) in _LARGE and _numel(m) >= _LARGEST_OF_ROOT}
+        # Exact classes: `nn.MultiheadAttention` reads the weight of a subclass.
+        layers = [m for m in module.modules() if type(m) in (nn.Embedding, nn.Linear)]
+        chosen |= {m for m in layers if _numel(m) >= max(_VERY_LARGE, min_num_params)}
     if each_child:
         chosen |= set(_outermost(module, each_child=True))
     registrations = _registrations(module)

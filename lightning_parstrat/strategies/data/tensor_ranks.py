@@ -80,6 +80,11 @@ class TensorRanks(Part):
                 self._metrics.append(metric)
 
     @override
+    def on_train_start(self) -> None:
+        """Counts metrics once that were made since the set-up."""
+        self.count_once()
+
+    @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader. Compares the numbers of batches of ranks that share layers. Collective among them.
 
