@@ -233,8 +233,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         prepare_optimizers(optimizers, self._ranks.control)
 
     @override
-    def _leaves(self) -> Any:
-        return super()._leaves() if self._sharded is None else [leaf.tensor for leaf in self._sharded.leaves]
+    def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
+        return self._fsdp_module.watch(note)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -261,11 +261,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
+            shares = self._policy.tensor_parallel_size > 1
+            in_plan = " A layer of the tensor-parallel plan is a shard everywhere: leave it out of the plan." * shares
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
                 " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger"
-                " `min_num_params`."
+                f" `min_num_params`.{in_plan}"
             )
         return output
 

@@ -17,9 +17,32 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.engine.cuts import local
 
+Watch = Callable[[Callable[[Tensor], None]], Callable[[], None]]
+"""Passes the gradients of the next backward to a function, until what it returns is called."""
+
 WEIGHT_CAME_LATE = (
     "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
 )
+
+
+def watch_gradients(parameters: Iterable[Tensor], note: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Passes the gradient of each parameter that is trained to a function. Not collective.
+
+    Returns:
+        A function that ends it.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [one.register_hook(note) for one in trained]  # type: ignore[no-untyped-call]
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
+
+
+def _nothing(_: Callable[[Tensor], None]) -> Callable[[], None]:
+    return lambda: None
 
 
 class InconsistentWeightsError(ValueError):
@@ -66,9 +89,7 @@ class LossWeights:
         self._window.clear()
         self._looks.clear()
 
-    def add(
-        self, micro_batch: int, weight: Any, parameters: Callable[[], Iterable[Tensor]] = tuple
-    ) -> float | Tensor | None:
+    def add(self, micro_batch: int, weight: Any, watch: Watch = _nothing) -> float | Tensor | None:
         """Takes the weight of the micro-batch whose backward comes next.
 
         Collective in the first step of a training.
@@ -76,8 +97,8 @@ class LossWeights:
         Args:
             micro_batch: Its number in the window. The same number again (by a closure) replaces its weight.
             weight: A number or a tensor of one element. If the module gives none, None.
-            parameters: The parameters that get gradients. If the weight is 0, or on a GPU, their gradients are checked
-                until :meth:`end_backward`. 0 times NaN is NaN, and would make the whole window NaN.
+            watch: Passes on gradients. If the weight is 0, or on a GPU, they are checked until :meth:`end_backward`.
+                0 times NaN is NaN, and would make the whole window NaN.
 
         Returns:
             The factor of the micro-batch's loss. If losses stay as they are, None. It is a tensor only on a GPU.
@@ -98,7 +119,7 @@ class LossWeights:
         self.end_backward()
         self._window[micro_batch], self._is_sent = value, False
         if isinstance(value, _HostCopy) or value == 0:
-            self._looks[micro_batch] = _Look(parameters())
+            self._looks[micro_batch] = _Look(watch)
         return (value.on_device if isinstance(value, _HostCopy) else value) / self.reference
 
     def end_backward(self) -> None:
@@ -232,23 +253,16 @@ class _Look:
     """Whether the gradients of one backward are finite: a sum of each, on its device. Only a read waits on the host.
 
     Args:
-        parameters: The parameters for which backward computes gradients.
+        watch: Passes on the gradients until :attr:`end` is called.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._sums: list[Tensor] = []
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._hooks = [one.register_hook(self._note) for one in trained]  # type: ignore[no-untyped-call]
+        self.end = watch(self._note)
 
     def _note(self, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
         self._sums.append(values.sum())
-
-    def end(self) -> None:
-        """Ends the check."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def is_finite(self) -> bool:
         """Waits for the device."""

@@ -1,7 +1,7 @@
 """Gradients of one big batch: the work of all strategies between the micro-batches of a step, and around the step."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
     WEIGHT_CAME_LATE,
     InconsistentWeightsError,
     LossWeights,
+    Watch,
 )
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
@@ -43,14 +44,14 @@ class GradientHooks(NamedTuple):
     """A strategy's functions, which its accumulation calls.
 
     Attributes:
-        leaves: Returns the tensors that a backward computes gradients for. Usually these are all parameters.
+        watch: Passes the gradients of the next backward to a function, until what it returns is called.
         end_backward: Called once after every backward, with whether its gradients are those of a whole window, and
             with True. With False if a window's last micro-batch had no backward, which would have sent its gradients.
         before_step: Called between the closure and the optimizer's step.
         say: Logs a line once, with whether it is a warning.
     """
 
-    leaves: Callable[[], Iterable[Tensor]]
+    watch: Watch
     end_backward: Callable[[bool, bool], None]
     before_step: Callable[[], None]
     say: Callable[[str, bool], None]
@@ -176,7 +177,7 @@ class Accumulation(Part):
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
         self._has_backward = True
-        factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.leaves)
+        factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.watch)
         if self._weights.used and not self._by_samples:
             self._hooks.say(
                 "`training_step` returns a `loss_weight`: gradients are the mean over all micro-batches and ranks, each"

@@ -1,5 +1,6 @@
 """Weights of micro-batches: their total over ranks, the messages that it takes, and errors that come on all ranks."""
 
+import functools
 import math
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
     InconsistentWeightsError,
     LossWeights,
     _HostCopy,
+    watch_gradients,
 )
 from tests.pool import RankPool
 
@@ -127,7 +129,7 @@ def nan_on_a_device(weight: float, sparse: bool) -> str:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(LossWeights, "_read", lambda _, weight: OnDevice(weight)):
         for number, own in enumerate((2.0, weight if is_last else 1.0)):
-            factor = weighed.weights.add(number, own, module.parameters)
+            factor = weighed.weights.add(number, own, functools.partial(watch_gradients, module.parameters()))
             assert isinstance(factor, torch.Tensor)
             (module(torch.tensor([1, 1])).sum() * (math.nan if number and is_last else 1.0) * factor).backward()
             weighed.weights.end_backward()
