@@ -22,6 +22,7 @@ CommDtype = Literal["bf16"] | torch.dtype | None
 BoundInFlight = int | Literal["auto"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]
 WrapPolicy = Sequence[str | type[nn.Module]] | set[type[nn.Module]] | None
 CheckpointFormat = Literal["full", "sharded"]
 RankShares = Literal["equal", "auto"] | Sequence[float]
@@ -115,6 +116,28 @@ class ShardingPolicy:
     def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` are sent."""
         return _narrowed(dtype, self.gather_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePolicy:
+    """How a module is cut into stages. The strategy ``PipelineStrategy`` documents these arguments, which it takes.
+
+    Raises:
+        ValueError: A value is not allowed. The message contains the allowed ones.
+    """
+
+    stages: Literal["auto"] | list[int] = "auto"
+    microbatches: int = 4
+    schedule: PipelineSchedule = "1f1b"
+    auto_wrap_policy: WrapPolicy = None
+
+    def __post_init__(self) -> None:
+        _check_classes(self, "auto_wrap_policy")
+        check(self, "microbatches", is_whole(self.microbatches, 1), "a whole number >= 1")
+        check_choices(self, schedule=PipelineSchedule)
+        is_list = isinstance(self.stages, (list, tuple)) and all(is_whole(size, 1) for size in self.stages)
+        allowed = self.stages == "auto" or (is_list and len(self.stages) > 0)
+        check(self, "stages", allowed, "'auto', or the number of blocks of each stage, such as [5, 3]")
 
 
 @dataclass(frozen=True, kw_only=True)

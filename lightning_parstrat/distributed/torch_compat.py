@@ -211,6 +211,17 @@ def take_over_attributes(old: Tensor, new: Tensor) -> None:
     new.requires_grad_(trainable)
 
 
+# Tensors without values.
+
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+
+
+@functools.cache
+def fake_mode() -> Any:
+    """The mode that makes tensors without values. There is one, as those of two modes do not mix."""
+    return torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
 # Modules.
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,6 +31,7 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
+from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
@@ -130,7 +131,9 @@ class ComposedStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._is_exact = exact_evaluation
         self._fit_report = Report(self, self.flag, self._traffic)
-        hooks = GradientHooks(self._watch, self._end_backward, self._before_step, self._fit_report.say)
+        hooks = GradientHooks(
+            self._watch, self._step_gradients, self._end_backward, self._before_step, self._fit_report.say
+        )
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
@@ -170,6 +173,10 @@ class ComposedStrategy(DDPStrategy):
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
         """Passes the gradients of the next backward to a function, until what it returns is called."""
         return watch_gradients(self._training_module.parameters(), note)
+
+    def _step_gradients(self, optimizers: Sequence[Optimizer]) -> StepGradients:
+        """The gradients that optimizers are about to step with. Collective if they are sharded."""
+        return step_gradients(optimizers)
 
     def _end_backward(self, ends_window: bool, has_run: bool) -> None:
         """Turns the mean over ranks that a window's backward has left into the mean over the window. Collective.

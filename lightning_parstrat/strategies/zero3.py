@@ -41,7 +41,7 @@ from lightning_parstrat.distributed.fsdp.whole import shown_whole
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
-from lightning_parstrat.strategies.data.tensor_ranks import TensorRanks
+from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
@@ -129,11 +129,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                 f" columns, too, with tensor_parallel_size={tensor_parallel_size}. Set state_dict_type='full'."
             )
         self._ranks.tensor_parallel_size = tensor_parallel_size
-        self._tensor_ranks = TensorRanks(self, self._ranks)
+        self._same_data = SameData(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._steps = StepsOfAllRanks(self, self._ranks)
         checkpoints = ActivationCheckpoints(self, self._policy.activation_checkpointing_policy)
-        self._parts += [self._tensor_ranks, self._equal, self._steps, checkpoints]
+        self._parts += [self._same_data, self._equal, self._steps, checkpoints]
 
     @override
     def _make_training_state(self) -> TrainingState:
@@ -184,7 +184,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Shards the module in place. There is no wrapper around it. Collective."""
         module = self._training_module
         self._close()
-        self._tensor_ranks.begin()
+        self._same_data.begin()
         if is_sharded_module(module):
             # As `ddp` does at every set-up. Sharding broadcasts those of a new module.
             broadcast_buffers(module, self._ranks.groups.gradients)
@@ -211,7 +211,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         # Ranks that share layers are one.
         topology = Topology.of(nodes[:: self._policy.tensor_parallel_size])
         groups = ShardGroups.chosen(self._policy.shard_group, topology)
-        collectives = make_collectives(self._tensor_ranks.data_group, self.root_device, topology, groups)
+        collectives = make_collectives(self._same_data.data_group, self.root_device, topology, groups)
         if collectives.widens and self._policy.comm_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         return collectives
@@ -239,13 +239,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch to the device. Ranks that share tensor-parallel layers get the first one's batch."""
-        return super().batch_to_device(self._tensor_ranks.share(batch), device, dataloader_idx)
+        return super().batch_to_device(self._same_data.share(batch), device, dataloader_idx)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduces a tensor over all ranks with different data. Collective."""
         if group is None and self._policy.tensor_parallel_size > 1:
-            group = self._tensor_ranks.data_group
+            group = self._same_data.data_group
         return super().reduce(tensor, group, reduce_op)
 
     @override
@@ -327,21 +327,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_validation_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_validation_start()
-        self._tensor_ranks.count_once()
+        self._same_data.count_once()
         self._steps.begin(self._compare_evaluations)
 
     @override
     def on_test_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_test_start()
-        self._tensor_ranks.count_once()
+        self._same_data.count_once()
         self._steps.begin(self._compare_evaluations)
 
     @override
     def on_predict_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_predict_start()
-        self._tensor_ranks.count_once()
+        self._same_data.count_once()
         self._steps.begin(self._compare_evaluations)
 
     def _compare_evaluations(self) -> None:

@@ -43,7 +43,7 @@ def find_units(
     if auto_wrap_policy:
         chosen = modules_of_classes(module, auto_wrap_policy, "auto_wrap_policy")
     else:
-        chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
+        chosen = {m for m in outermost_blocks(module) if _numel(m) >= min_num_params}
         # Exact classes: `nn.MultiheadAttention` reads the weight of a subclass.
         layers = [m for m in module.modules() if type(m) in (nn.Embedding, nn.Linear)]
         chosen |= {m for m in layers if _numel(m) >= max(_VERY_LARGE, min_num_params)}
@@ -115,6 +115,11 @@ _ROUNDED_BY_AUTOCAST = {
 def _can_be_sharded(parameter: Tensor) -> bool:
     has_elements = parameter.dim() > 0 and parameter.numel() > 0
     return has_elements and parameter.is_floating_point() and parameter.is_contiguous()
+
+
+def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that have others of their class beside them, in a container."""
+    return _outermost(module, each_child=False)
 
 
 def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:

@@ -403,8 +403,8 @@ class Resume(Part):
             # Without empty places for others, a training of several ranks would take this rank's rest for the whole.
             absent = {**own, "loaders": [None] * len(own["loaders"])}
             of_ranks = [own, *[absent] * (self._strategy.world_size - 1)]
-        # Ranks that share tensor-parallel layers have one place.
-        of_ranks = of_ranks[:: self._ranks.tensor_parallel_size]
+        # Ranks with the same data have one place.
+        of_ranks = [of_ranks[rank] for rank in self._ranks.grid.first_of_data if of_ranks]
         if not can_resume:
             return checkpoint
         resumes = {

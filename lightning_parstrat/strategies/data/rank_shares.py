@@ -308,7 +308,7 @@ class DividedRanks(Part):
         own = (cost_of(self._measured), division.drawn)
         found: list[tuple[Cost, int]] = all_gather_object(own, self._ranks.control.group)
         # Ranks that share layers have one share.
-        found = found[:: self._ranks.tensor_parallel_size]
+        found = [found[rank] for rank in self._ranks.grid.first_of_data]
         self._costs = [Cost(*cost) for cost, _ in found]
         self._cuts_made += 1
         if self._policy.rank_shares != "auto":

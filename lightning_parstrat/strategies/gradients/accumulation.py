@@ -1,7 +1,7 @@
 """Gradients of one big batch: the work of all strategies between the micro-batches of a step, and around the step."""
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
-from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
+from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError, StepGradients
 from lightning_parstrat.distributed.gradients.loss_weights import (
     WEIGHT_CAME_LATE,
     InconsistentWeightsError,
@@ -45,6 +45,7 @@ class GradientHooks(NamedTuple):
 
     Attributes:
         watch: Passes the gradients of the next backward to a function, until what it returns is called.
+        gradients: Finds the gradients that optimizers are about to step with.
         end_backward: Called once after every backward, with whether its gradients are those of a whole window, and
             with True. With False if a window's last micro-batch had no backward, which would have sent its gradients.
         before_step: Called between the closure and the optimizer's step.
@@ -52,6 +53,7 @@ class GradientHooks(NamedTuple):
     """
 
     watch: Watch
+    gradients: Callable[[Sequence[Optimizer]], StepGradients]
     end_backward: Callable[[bool, bool], None]
     before_step: Callable[[], None]
     say: Callable[[str, bool], None]
@@ -113,7 +115,12 @@ class Accumulation(Part):
         self.scale, self._skipped_steps, self._by_samples = None, 0, None
         strategy = self._strategy
         self._clipper = GradientClipper(
-            self._policy, self._ranks.control, lambda: strategy.optimizers, lambda: self._is_weightless, self._listeners
+            self._policy,
+            self._ranks.control,
+            lambda: strategy.optimizers,
+            lambda: self._is_weightless,
+            self._listeners,
+            self._hooks.gradients,
         )
         self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper)
 

@@ -54,6 +54,7 @@ class GradientClipper:
         optimizers: Returns all optimizers in training. Called when the norm is taken over all of them.
         is_weightless: Whether no micro-batch of this step has any weight, the same on all ranks.
         listeners: Called with the norm of every step.
+        gradients: Finds the gradients that optimizers are about to step with.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GradientClipper:
         optimizers: Callable[[], list[Optimizer]],
         is_weightless: Callable[[], bool],
         listeners: Sequence[Callable[[GradientNorm], None]],
+        gradients: Callable[[Sequence[Optimizer]], StepGradients] = step_gradients,
     ) -> None:
         self.latest: GradientNorm | None = None
         self.skipped_on_device: Tensor | None = None
@@ -71,7 +73,7 @@ class GradientClipper:
         self._policy, self._p, self._control = policy, policy.p, control
         self._optimizers = optimizers
         self._is_weightless = is_weightless
-        self._listeners = listeners
+        self._listeners, self._gradients = listeners, gradients
         # Measuring is collective: if one rank's callback needs the norm, all ranks take part.
         self._any_listens = any_rank(bool(listeners), control)
         self._measured: dict[Optimizer, GradientNorm] = {}
@@ -116,7 +118,7 @@ class GradientClipper:
         if not self.looks_before_step:
             return
         if optimizer not in self._measured:
-            self._measure(optimizer, step_gradients([optimizer]))
+            self._measure(optimizer, self._gradients([optimizer]))
         if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer):
             raise StepSkipped
 
@@ -127,7 +129,7 @@ class GradientClipper:
         them is clipped. If an optimizer is clipped again, the norm is measured again.
         """
         optimizer = unwrapped(optimizer)
-        gradients = step_gradients([optimizer])
+        gradients = self._gradients([optimizer])
         measured = self._measured.get(optimizer)
         if measured is None or measured.coefficient is not None or optimizer in self._clamped:
             measured = self._measure(optimizer, gradients)
@@ -137,7 +139,7 @@ class GradientClipper:
     def clip_by_value(self, optimizer: Optimizer, max_value: float) -> None:
         """Clamps an optimizer's gradients. Collective if they are sharded and still in flight, or are measured."""
         optimizer = unwrapped(optimizer)
-        gradients = step_gradients([optimizer])
+        gradients = self._gradients([optimizer])
         if self.looks_before_step and optimizer not in self._measured:
             # Infinite gradients are finite when they are clamped.
             self._measure(optimizer, gradients)
@@ -166,7 +168,7 @@ class GradientClipper:
     def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> GradientNorm:
         """Measures the gradients that are clipped together, once for all of their optimizers."""
         together = self.measured_with(optimizer)
-        measured = self._norm_of(gradients if together == [optimizer] else step_gradients(together), self._p)
+        measured = self._norm_of(gradients if together == [optimizer] else self._gradients(together), self._p)
         self._measured.update((other, replace(measured)) for other in together)
         self.latest = self._measured[optimizer]
         return self.latest
@@ -180,7 +182,7 @@ class GradientClipper:
         if optimizer in self._clamped:
             return True
         # A norm can overflow although no gradient does, unless the norm is their maximum.
-        largest = self._norm_of(step_gradients(self.measured_with(optimizer)), math.inf)
+        largest = self._norm_of(self._gradients(self.measured_with(optimizer)), math.inf)
         return self._on_any_rank(largest)
 
     def _on_any_rank(self, measured: GradientNorm) -> bool:

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import wait_for_all
@@ -75,6 +76,8 @@ class Ranks(Part):
         self.flag = flag
         self.tensor_parallel_size = 1
         """How many consecutive ranks share tensor-parallel layers, and so have the same data."""
+        self.is_pipeline = False
+        """Whether the ranks are the stages of one pipeline, and so have the same data."""
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
@@ -99,12 +102,18 @@ class Ranks(Part):
     @property
     def data_rank(self) -> int:
         """The number of this rank's data."""
-        return self.rank // self.tensor_parallel_size
+        return self.grid.data_rank(self.rank)
 
     @property
     def data_ranks(self) -> int:
         """How many ranks have data that differ."""
-        return self.world_size // self.tensor_parallel_size
+        return self.grid.data
+
+    @property
+    def grid(self) -> Grid:
+        """Where each rank lies."""
+        ranks = self.world_size
+        return Grid(ranks=ranks, pipeline=ranks if self.is_pipeline else 1, tensor=self.tensor_parallel_size)
 
     @property
     def have_joined(self) -> bool:

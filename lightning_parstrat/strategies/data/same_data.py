@@ -1,4 +1,4 @@
-"""Ranks that share tensor-parallel layers: they see the same batches, draw the same numbers, and count once."""
+"""Ranks that share layers, or a pipeline: they see the same batches, draw the same numbers, and count once."""
 
 import inspect
 import pickle
@@ -24,8 +24,10 @@ from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.parts import Part
 
 
-class TensorRanks(Part):
-    """Gives the ranks that share layers the first one's batches. Metrics and sums are over one of them each.
+class SameData(Part):
+    """Gives ranks with the same data the first one's batches. Metrics and sums are over one of them each.
+
+    Ranks have the same data if they share tensor-parallel layers, or are stages of one pipeline.
 
     Args:
         strategy: The strategy that it is a part of.
@@ -40,14 +42,13 @@ class TensorRanks(Part):
         self._metrics: list[Metric] = []
 
     @property
-    def _size(self) -> int:
-        return self._ranks.tensor_parallel_size
+    def _is_alone(self) -> bool:
+        return self._ranks.data_ranks == self._ranks.world_size
 
     @property
     def data_group(self) -> Any:
-        """The process group of this rank, and of one of each other ranks that share layers. Collective on first use."""
-        members = range(self._ranks.rank % self._size, self._ranks.world_size, self._size)
-        return subgroup(self._ranks.groups.gradients, members)
+        """The process group of ranks with other data that do what this one does. Collective on first use."""
+        return subgroup(self._ranks.groups.gradients, self._ranks.grid.with_other_data(self._ranks.rank))
 
     def begin(self) -> None:
         """Checks the training, and makes metrics count once. Not collective.
@@ -55,24 +56,25 @@ class TensorRanks(Part):
         Raises:
             MisconfigurationException: The ranks cannot be divided. Or a step draws its batches itself.
         """
-        if self._size == 1:
-            return
-        if self._ranks.world_size % self._size:
+        size = self._ranks.tensor_parallel_size
+        if self._ranks.world_size % size:
             ranks = counted(self._ranks.world_size, "rank")
             raise MisconfigurationException(
-                f"tensor_parallel_size={self._size} does not divide the {ranks} of this training. Start a multiple of"
-                f" {self._size} ranks, or set a divisor."
+                f"tensor_parallel_size={size} does not divide the {ranks} of this training. Start a multiple of {size}"
+                " ranks, or set a divisor."
             )
+        if self._is_alone:
+            return
         if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
             raise MisconfigurationException(
-                f"tensor_parallel_size={self._size} gives ranks that share layers the same batch, and a `training_step`"
-                " with `dataloader_iter` draws its own. Take `batch` and `batch_idx`."
+                f"{self._shares} get the same batch, and a `training_step` with `dataloader_iter` draws its own. Take"
+                " `batch` and `batch_idx`."
             )
         self.count_once()
 
     def count_once(self) -> None:
         """Makes the module's metrics count ranks that share layers once. Call it when a loop begins. Not collective."""
-        if self._size == 1:
+        if self._is_alone:
             return
         for metric in (one for one in self._module.modules() if isinstance(one, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
@@ -91,27 +93,31 @@ class TensorRanks(Part):
         Raises:
             MisconfigurationException: These numbers differ. Or a sampler divides the data among all ranks.
         """
-        if self._size == 1:
+        if self._is_alone:
             return dataloader
         sampler, ranks = getattr(dataloader, "sampler", None), self._ranks.data_ranks
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas != ranks:
             raise MisconfigurationException(
-                f"A DistributedSampler has num_replicas={sampler.num_replicas}, and {ranks} ranks have different data"
-                f" with tensor_parallel_size={self._size}. Make it by `**trainer.distributed_sampler_kwargs`."
+                f"A DistributedSampler has num_replicas={sampler.num_replicas}, and the number of ranks with different data"
+                f" is {ranks}, as {self._shares} have the same. Make it by `**trainer.distributed_sampler_kwargs`."
             )
-        lengths = set(all_gather_object(sized_len(dataloader), self._group))
+        lengths = set(all_gather_object(sized_len(dataloader), self.group))
         if len(lengths) > 1:
             raise MisconfigurationException(
-                f"Ranks that share layers have loaders of {', '.join(map(str, sorted(lengths, key=str)))} batches. They"
+                f"{self._shares.capitalize()} have loaders of {', '.join(map(str, sorted(lengths, key=str)))} batches. They"
                 " see the same batches: divide data by `trainer.distributed_sampler_kwargs`, not by the world size."
             )
         return dataloader
 
     @property
-    def _group(self) -> Any:
-        """The ranks that share layers with this one. Messages are in host memory. Collective on first use."""
-        first = self._ranks.rank // self._size * self._size
-        return subgroup(self._ranks.groups.control, range(first, first + self._size))
+    def _shares(self) -> str:
+        size = self._ranks.tensor_parallel_size
+        return f"ranks that share layers (tensor_parallel_size={size})" if size > 1 else "the ranks of a pipeline"
+
+    @property
+    def group(self) -> Any:
+        """The ranks with this one's data. Messages are in host memory. Collective on first use."""
+        return subgroup(self._ranks.groups.control, self._ranks.grid.with_same_data(self._ranks.rank))
 
     @torch.no_grad()
     def share(self, batch: Any) -> Any:
@@ -122,15 +128,15 @@ class TensorRanks(Part):
         Raises:
             TypeError: The batch cannot be pickled. Raised on all of them.
         """
-        if self._size == 1:
+        if self._is_alone:
             return batch
-        is_first = self._ranks.rank % self._size == 0
+        is_first = self._ranks.rank == self._ranks.grid.with_same_data(self._ranks.rank)[0]
         packed, tensors, fault = _pack(batch) if is_first else (b"", [], "")
-        packed, fault, state = broadcast_object((packed, fault, rng_state()), self._group)
+        packed, fault, state = broadcast_object((packed, fault, rng_state()), self.group)
         if fault:
             raise TypeError(
-                f"Ranks that share layers get the first one's batch, and it cannot be pickled: {fault}. Return tensors"
-                " in dictionaries, lists or tuples."
+                f"{self._shares.capitalize()} get the first one's batch, and it cannot be pickled: {fault}. Return"
+                " tensors in dictionaries, lists or tuples."
             )
         set_rng_state(state)
 
@@ -142,7 +148,7 @@ class TensorRanks(Part):
 
         shared = batch if is_first else replace_leaves(pickle.loads(packed), make)
         # Gloo does not know all dtypes.
-        broadcast_tensors([tensor.view(-1).view(torch.uint8) for tensor in tensors], self._group)
+        broadcast_tensors([tensor.view(-1).view(torch.uint8) for tensor in tensors], self.group)
         return shared
 
     @override
@@ -160,7 +166,7 @@ class _GatherOfData:
         ranks: Knows these ranks.
     """
 
-    def __init__(self, ranks: TensorRanks) -> None:
+    def __init__(self, ranks: SameData) -> None:
         self._ranks = ranks
 
     def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:

@@ -1,0 +1,45 @@
+"""The grid of ranks: stages of a pipeline, by ranks with different data, by ranks that share tensor-parallel layers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Where each rank lies. Ranks that share layers follow each other, and the stages of a pipeline are the farthest.
+
+    Attributes:
+        ranks: The number of all ranks.
+        pipeline: The number of ranks of a pipeline.
+        tensor: The number of ranks that share tensor-parallel layers.
+    """
+
+    ranks: int
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        """How many ranks have data that differ."""
+        return max(1, self.ranks // (self.pipeline * self.tensor))
+
+    def data_rank(self, rank: int) -> int:
+        """The number of a rank's data."""
+        return rank // self.tensor % self.data
+
+    def with_same_data(self, rank: int) -> list[int]:
+        """The ranks that have the data of this one, which is among them."""
+        return [one for one in range(self.ranks) if self.data_rank(one) == self.data_rank(rank)]
+
+    def with_other_data(self, rank: int) -> list[int]:
+        """The ranks that do what this one does, on other data. It is among them."""
+        stage, place = rank // self._stride, rank % self.tensor
+        return [one for one in range(self.ranks) if (one // self._stride, one % self.tensor) == (stage, place)]
+
+    @property
+    def first_of_data(self) -> list[int]:
+        """The first rank with each data."""
+        return list(range(0, self._stride, self.tensor))
+
+    @property
+    def _stride(self) -> int:
+        return self.data * self.tensor

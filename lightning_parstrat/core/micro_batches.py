@@ -1,0 +1,157 @@
+"""A batch cut into micro-batches along its first dimension, and what a step returns for each, joined again."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.core.tensor_trees import leaves
+
+_WHOLE = (str, bytes, int, float, complex, Enum, Path, torch.dtype, torch.device, type(None))
+"""What every micro-batch gets whole."""
+
+
+def count_samples(batch: Any) -> int:
+    """The size of the first dimension of a batch's tensors.
+
+    Raises:
+        ValueError: The batch has no tensor with a dimension.
+    """
+    for _, tensor in leaves(_plain(batch)):
+        if tensor.dim():
+            return tensor.size(0)
+    raise ValueError(
+        f"A batch of type {type(batch).__name__} has no tensor whose first dimension counts samples, so it cannot be"
+        " cut into micro-batches. Let the collate function return tensors in dictionaries, lists or tuples."
+    )
+
+
+def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
+    """Cuts a batch into micro-batches. The first ones have one sample more if the division leaves a rest.
+
+    Args:
+        batch: Tensors in dictionaries, lists and tuples. A list with an item for each sample is cut, too.
+        micro_batches: How many.
+
+    Returns:
+        The micro-batches, whose tensors are views, and the number of samples of each.
+
+    Raises:
+        ValueError: There are fewer samples than micro-batches. Or a part of the batch cannot be cut.
+    """
+    samples = count_samples(batch)
+    if samples < micro_batches:
+        raise ValueError(
+            f"A batch of {samples} samples cannot be cut into microbatches={micro_batches}. Set at most as many"
+            " micro-batches as the smallest batch has samples, or `drop_last=True` in the loader."
+        )
+    whole, rest = divmod(samples, micro_batches)
+    sizes = [whole + (number < rest) for number in range(micro_batches)]
+    begins = [sum(sizes[:number]) for number in range(micro_batches)]
+    cut = [_cut(batch, samples, slice(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True)]
+    return cut, sizes
+
+
+def _cut(tree: Any, samples: int, part: slice) -> Any:
+    if isinstance(tree, Tensor):
+        if tree.dim() and tree.size(0) != samples:
+            raise ValueError(
+                f"A tensor of shape {tuple(tree.shape)} in a batch of {samples} samples cannot be cut into"
+                " micro-batches: its first dimension is not the samples. Make it so in the collate function, or leave"
+                " it to the module."
+            )
+        return tree[part] if tree.dim() else tree
+    if isinstance(tree, Mapping):
+        cut = copy.copy(tree)
+        for key, value in tree.items():
+            cut[key] = _cut(value, samples, part)  # type: ignore[index]
+        return cut
+    if isinstance(tree, (list, tuple)):
+        if len(tree) == samples and not all(isinstance(one, Tensor) and _has(one, samples) for one in tree):
+            return tree[part]
+        items = [_cut(value, samples, part) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, _WHOLE):
+        return tree
+    raise ValueError(
+        f"A {type(tree).__name__} in a batch cannot be cut into micro-batches. Let the collate function return tensors"
+        " in dictionaries, lists or tuples."
+    )
+
+
+def _has(tensor: Tensor, samples: int) -> bool:
+    return tensor.dim() > 0 and tensor.size(0) == samples
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What one step on the whole batch would have returned.
+
+    Tensors and lists with an item for each sample are put one after the other. Of other numbers, it is the mean over
+    samples.
+
+    Args:
+        outputs: What a step has returned for each micro-batch.
+        sizes: The number of samples of each.
+
+    Raises:
+        ValueError: The outputs cannot be joined.
+    """
+    first = outputs[0]
+    if all(isinstance(one, Tensor) for one in outputs):
+        if first.dim() and all(_has(one, size) for one, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+        if all(one.shape == first.shape for one in outputs):
+            return mean_over(outputs, sizes)
+    elif isinstance(first, Mapping):
+        return {key: join_outputs([one[key] for one in outputs], sizes) for key in first}
+    elif isinstance(first, (list, tuple)):
+        if all(len(one) == size for one, size in zip(outputs, sizes, strict=True)) and len({*map(len, outputs)}) > 1:
+            return [item for one in outputs for item in one]
+        items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    elif isinstance(first, (int, float)) and not isinstance(first, bool):
+        return mean_over([torch.tensor(float(one)) for one in outputs], sizes).item()
+    elif all(one == first for one in outputs):
+        return first
+    raise ValueError(
+        f"A step has returned values of type {type(first).__name__} that differ between micro-batches, and cannot be"
+        " joined. Return tensors whose first dimension is the samples, or numbers."
+    )
+
+
+def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of tensors of one shape, in fp32 at least."""
+    total = sum(weights)
+    wide = [value.detach().double() if value.dtype == torch.float64 else value.detach().float() for value in values]
+    return sum((value * (weight / total) for value, weight in zip(wide, weights, strict=True)), torch.zeros_like(wide[0]))
+
+
+def _plain(batch: Any) -> Any:
+    """Other mappings as dictionaries, for a search."""
+    if isinstance(batch, Mapping):
+        return {key: _plain(value) for key, value in batch.items()}
+    return [_plain(one) for one in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def signature(tree: Any) -> tuple[Any, ...]:
+    """What the shapes of a step's tensors depend on: shapes, dtypes and whole numbers of its batch."""
+    return tuple(_signs(_plain(tree)))
+
+
+def _signs(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Tensor):
+        yield tuple(tree.shape), tree.dtype
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield key
+            yield from _signs(value)
+    elif isinstance(tree, list):
+        yield len(tree)
+        for value in tree:
+            yield from _signs(value)
+    elif isinstance(tree, int):
+        yield tree

@@ -1,0 +1,243 @@
+"""A module's own step, run from the first block of a stage to its last.
+
+Blocks of earlier stages are not run. The last of them returns what the earlier stage has sent, and the others return
+tensors without values. The parameters of other stages have no values, either (``FakeTensor``). So the code of a step
+runs unchanged, up to its stage's blocks. After the last of them an exception carries the output out of the step. What
+was computed without values must not reach a block or a loss: that is found by its type, and is an error.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_parstrat.core.stages import Stages
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode
+
+
+class PipelineError(RuntimeError):
+    """A module's step cannot be cut into stages, or has failed on a rank of the pipeline. All its ranks raise it."""
+
+
+class _Cut(BaseException):
+    """Carries the output of a stage's last block out of a step."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class _Run:
+    """One run of a step. ``returns`` are the outputs of blocks that are not run."""
+
+    def __init__(self, own: range, returns: Sequence[Any], is_last: bool, seed: Callable[[int], None]) -> None:
+        self.own, self.returns, self.is_last, self.seed = own, returns, is_last, seed
+        self.next = 0
+
+
+class CutModule:
+    """Runs the steps of a module in stages. Between steps the module is as before. Not collective.
+
+    Args:
+        module: The module.
+        blocks: Its blocks by their names, in the order in which a step calls them.
+        stages: Which blocks a stage has.
+    """
+
+    def __init__(self, module: nn.Module, blocks: dict[str, nn.Module], stages: Stages) -> None:
+        self._module, self._names, self._blocks = module, list(blocks), list(blocks.values())
+        self._stages = stages
+        self._run: _Run | None = None
+        self._had_forward = [vars(block).get("forward") for block in self._blocks]
+        for number, block in enumerate(self._blocks):
+            vars(block)["forward"] = functools.partial(self._call, number, block.forward)
+
+    def close(self) -> None:
+        """Gives the blocks their own forward again."""
+        for block, before in zip(self._blocks, self._had_forward, strict=True):
+            if before is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = before
+
+    def shapes(self, step: Callable[[], Any]) -> list[Any]:
+        """What each block returns, without values, but that of the last stage's.
+
+        It runs the code before the first block, and the blocks without values. Nothing is computed in them.
+
+        Args:
+            step: Runs a step on a batch.
+
+        Raises:
+            PipelineError: Blocks are called in another order, or decide by values.
+        """
+        ends = self._stages.bounds[-2]
+        run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
+        buffers = [(one, one.clone()) for block in self._blocks for one in block.buffers() if one.numel() == 1]
+        found: list[Any] = []
+
+        def note(output: Any) -> Any:
+            found.append(output)
+            if len(found) == ends:
+                raise _Cut(output)
+            return output
+
+        if ends:
+            self._running(run, step, note)
+        for buffer, before in buffers:
+            # Counts of batches, which layers add to.
+            buffer.copy_(before)
+        return found
+
+    def run(
+        self,
+        stage: int,
+        step: Callable[[], Any],
+        received: Sequence[Tensor],
+        shapes: Sequence[Any],
+        seed: Callable[[int], None],
+    ) -> Any:
+        """Runs a stage of a step.
+
+        Args:
+            stage: The stage.
+            step: Runs a step on a micro-batch.
+            received: The tensors of the output of the block before the stage.
+            shapes: See :meth:`shapes`.
+            seed: Called with a number at the beginning, and before and after each block. It seeds random numbers. So a
+                block draws the same ones in whatever stage, and all stages draw the same ones outside of blocks.
+
+        Returns:
+            The output of the stage's last block. Of the last stage, what the step returns.
+
+        Raises:
+            PipelineError: The step cannot be cut.
+        """
+        own = self._stages.blocks(stage)
+        returns = list(shapes[: own.start])
+        if own.start:
+            tensors = iter(received)
+            returns[-1] = replace_leaves(returns[-1], lambda _: next(tensors))
+        is_last = stage == self._stages.count - 1
+        run = _Run(own, returns, is_last, seed)
+        seed(0)
+        output = self._running(run, step, None)
+        what = "the result of the step" if is_last else f"the output of {self._names[own.stop - 1]!r}"
+        self._refuse_without_values(output, what)
+        if not is_last and own.stop <= len(shapes):
+            self._compare(output, shapes[own.stop - 1], self._names[own.stop - 1])
+        return output
+
+    def _running(self, run: _Run, step: Callable[[], Any], note: Callable[[Any], Any] | None) -> Any:
+        self._run, self._note = run, note
+        try:
+            output = step()
+        except _Cut as cut:
+            return cut.output
+        finally:
+            self._run = self._note = None
+        if run.next < len(self._blocks):
+            raise PipelineError(
+                f"A step has not called {self._names[run.next]!r}. Each block is to be called once in a step. Name the"
+                " classes of the blocks that are, by `auto_wrap_policy`."
+            )
+        return output
+
+    def _call(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return forward(*args, **kwargs)
+        name = self._names[number]
+        if number != run.next:
+            other = self._names[run.next] if run.next < len(self._names) else "the end"
+            raise PipelineError(
+                f"A step has called {name!r} where {other!r} was to come. The blocks of a pipeline are called once"
+                " each, in the order of their registration. Name the classes of such blocks by `auto_wrap_policy`."
+            )
+        run.next += 1
+        if number < run.own.start:
+            run.seed(2 * number + 2)
+            return run.returns[number]
+        if self._note is not None:
+            with _no_values(name):
+                return self._note(forward(*without_values(args), **without_values(kwargs)))
+        self._refuse_without_values((args, kwargs), f"an input of {name!r}")
+        run.seed(2 * number + 1)
+        output = forward(*args, **kwargs)
+        if number == run.own.stop - 1 and not run.is_last:
+            raise _Cut(output)
+        run.seed(2 * number + 2)
+        return output
+
+    def _refuse_without_values(self, tree: Any, what: str) -> None:
+        if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):
+            raise PipelineError(
+                f"{what.capitalize()} depends on what another stage computes: on an output of an earlier block, or on"
+                " a module that another stage holds. A stage gets the output of the block before it, and nothing else."
+                " Modules that were registered before the first block belong to the first stage, and those after the"
+                " last block to the last one. Pass on what later blocks need through the blocks, or take a strategy"
+                " that keeps the module whole."
+            )
+
+    def _compare(self, output: Any, expected: Any, name: str) -> None:
+        shown = [[(tuple(one.shape), one.dtype) for _, one in leaves(tree)] for tree in (output, expected)]
+        if shown[0] != shown[1]:
+            raise PipelineError(
+                f"{name!r} has returned tensors of {shown[0]}, where {shown[1]} follows from the shapes of its batch."
+                " The shapes that a block returns must not depend on values."
+            )
+
+
+def without_values(tree: Any) -> Any:
+    """Tensors of the same shapes without values."""
+    mode = fake_mode()
+    return replace_leaves(tree, lambda one: one if isinstance(one, FakeTensor) else mode.from_tensor(one))
+
+
+@contextmanager
+def _no_values(name: str) -> Any:
+    try:
+        yield
+    except (_Cut, PipelineError):
+        raise
+    except Exception as error:
+        raise PipelineError(
+            f"The shapes that {name!r} returns cannot be found without values: {type(error).__name__}: {error}"
+        ) from error
+
+
+class LeftTensors:
+    """Finds tensors that blocks leave on their modules: other stages would not see them.
+
+    Args:
+        modules: The blocks of this rank.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._before = self._all()
+
+    def fault(self) -> PipelineError | None:
+        """The error for a tensor that a forward has left since, and that needs a gradient. None if there is none."""
+        for place, tensor in self._all().items():
+            if tensor.grad_fn is not None and self._before.get(place) is not tensor:
+                return PipelineError(
+                    f"A forward leaves a tensor in {place!r}, such as an auxiliary loss, and the stage that computes"
+                    " the loss does not see it. Return it from the block, or take a strategy that keeps the module"
+                    " whole."
+                )
+        return None
+
+    def _all(self) -> dict[str, Tensor]:
+        return {
+            ".".join(map(str, (name, attribute, *leaf.path))): leaf.tensor
+            for block, root in self._modules.items()
+            for name, part in root.named_modules(prefix=block)
+            for attribute, value in vars(part).items()
+            if not attribute.startswith("_")
+            for leaf in leaves(value)
+        }
+

@@ -1,0 +1,294 @@
+"""A training step over micro-batches, by one of torch's pipeline schedules."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from typing_extensions import override
+
+from lightning_parstrat.core.stages import Stages
+from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.pipeline.cut_module import CutModule
+
+_CLASSES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""torch's schedules by our names."""
+
+Step = Callable[[int, bool], Any]
+"""Runs the module's step on the micro-batch of this number, and is told whether in the last stage."""
+Loss = Callable[[int, Any], Tensor | None]
+"""Makes the loss of a micro-batch of what its step has returned. None if it counts nothing."""
+Seed = Callable[[int, int], None]
+"""Seeds random numbers for a micro-batch, and for a place in its step."""
+
+
+def takes_many(schedule: str) -> bool:
+    """Whether a schedule runs several stages on a rank."""
+    return issubclass(get_schedule_class(_CLASSES[schedule]), PipelineScheduleMulti)
+
+
+def turns_back(schedule: str) -> bool:
+    """Whether the stages of a schedule go back over the ranks."""
+    return schedule in ("zbv", "dualpipev")
+
+
+class _Shaped(PipelineStage):
+    """A stage whose micro-batches have shapes of their own.
+
+    Attributes:
+        received: The tensors that the stage receives, by micro-batch. They have no values.
+        sent: The tensors that it sends.
+    """
+
+    received: Sequence[Sequence[Tensor]] = ()
+    sent: Sequence[Sequence[Tensor]] = ()
+
+    @override
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self._fit(self.args_recv_info[fwd_chunk_id], self.received[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    @override
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self._fit(self.grad_recv_info[bwd_chunk_id], self.sent[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _fit(self, infos: Sequence[Any], shapes: Sequence[Tensor]) -> None:
+        for info, like in zip(infos, shapes, strict=True):
+            if info.buffer is not None and info.buffer.shape != like.shape:
+                info.buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+
+    @override
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        gradients = self.bwd_cache.get(bwd_chunk_id, ())
+        if not self.is_first:
+            # What a loss does not depend on has no gradient, and the stage before waits for one.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+                if gradient is None and like.requires_grad
+                else gradient
+                for gradient, like in zip(gradients, self.received[bwd_chunk_id], strict=True)
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+
+class _StageModule(nn.Module):
+    """What torch takes for a stage's module. After a fault it returns zeros, so that no other rank waits.
+
+    Args:
+        run: Runs the stage for the received tensors and the number of a micro-batch.
+        parameters: The parameters that this stage holds.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Tensor], int], Any], parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._run = run
+        self.own = nn.ParameterList(parameters)
+
+    @override
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        return self._run(received, int(number))
+
+
+class Pipeline:
+    """Trains the stages of this rank on micro-batches.
+
+    Args:
+        cut: Runs a step in stages.
+        stages: How blocks and ranks are divided.
+        holders: The stages that hold each parameter and buffer.
+        schedule: The name of a schedule.
+        micro_batches: Their number in a step.
+        group: The ranks of this pipeline.
+        device: The device of this rank.
+
+    Raises:
+        ValueError: The schedule does not allow so many micro-batches.
+    """
+
+    def __init__(
+        self,
+        cut: CutModule,
+        stages: Stages,
+        holders: dict[Tensor, frozenset[int]],
+        schedule: str,
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._cut, self._stages, self._holders = cut, stages, holders
+        self._name, self._micro_batches, self._group, self._device = schedule, micro_batches, group, device
+        self._rank = dist.get_rank(group)
+        self.last_rank = stages.rank_of(stages.count - 1)
+        """The rank of the last stage."""
+        self.own = stages.of_rank(self._rank)
+        self._schedule: Any = None
+        self._torch_stages: list[_Shaped] = []
+        self._step: Step | None = None
+        self._loss: Loss | None = None
+        self._shapes: list[list[Any]] = []
+        self._seed: Seed = lambda *_: None
+        self.fault: Exception | None = None
+        """What has failed in the step on this rank."""
+
+    def train(self, step: Step, loss: Loss, shapes: list[list[Any]], seed: Seed) -> None:
+        """Runs forward and backward of a step's micro-batches. Gradients are added to the parameters'. Collective.
+
+        A rank whose part has failed goes on with zeros, and :attr:`fault` is its error.
+
+        Args:
+            step: Runs the module's step on a micro-batch.
+            loss: See :data:`Loss`. Called on the rank of the last stage.
+            shapes: By micro-batch, the output of each block without values.
+            seed: See :data:`Seed`.
+        """
+        self._step, self._loss, self._shapes, self._seed, self.fault = step, loss, shapes, seed, None
+        if self._schedule is None:
+            self._make_schedule()
+        for stage in self._torch_stages:
+            first, stop = self._stages.blocks(stage.stage_index).start, self._stages.blocks(stage.stage_index).stop
+            stage.received = [_tensors(outputs[first - 1]) if first else [] for outputs in shapes]
+            stage.sent = [[] if stage.is_last else _tensors(outputs[stop - 1]) for outputs in shapes]
+        count = self._micro_batches
+        begins, ends = 0 in self.own, self._stages.count - 1 in self.own
+        inputs = (torch.zeros(count, 1, device=self._device),) if begins else ()
+        # torch cuts these three into one element for each micro-batch.
+        target = torch.zeros(count, device=self._device) if ends else None
+        numbers = torch.arange(count)
+        try:
+            self._schedule.step(*inputs, target=target, losses=[], return_outputs=False, number=numbers)
+        finally:
+            self._step = self._loss = None
+
+    def _make_schedule(self) -> None:
+        self._torch_stages = [self._make_stage(stage) for stage in self.own]
+        given: Any = self._torch_stages if takes_many(self._name) else self._torch_stages[0]
+        self._schedule = get_schedule_class(_CLASSES[self._name])(
+            given, self._micro_batches, loss_fn=lambda output, _: output, scale_grads=False
+        )
+
+    def _make_stage(self, stage: int) -> _Shaped:
+        own, is_last = self._stages.blocks(stage), stage == self._stages.count - 1
+        held = [parameter for parameter, stages in self._holders.items() if stage in stages]
+
+        def run(received: Sequence[Tensor], number: int) -> Any:
+            return self._run(stage, received if own.start else (), number)
+
+        start = torch.zeros(1, 1, device=self._device)
+        return _Shaped(
+            _StageModule(run, [one for one in held if isinstance(one, nn.Parameter)]),
+            stage,
+            self._stages.count,
+            self._device,
+            input_args=tuple(map(_on_meta, _tensors(self._shapes[0][own.start - 1]))) if own.start else start,
+            output_args=torch.zeros(()) if is_last else tuple(map(_on_meta, _tensors(self._shapes[0][own.stop - 1]))),
+            group=self._group,
+        )
+
+    def _run(self, stage: int, received: Sequence[Tensor], number: int) -> Any:
+        is_last = stage == self._stages.count - 1
+        if self._step is None or self._loss is None:
+            raise AssertionError("a stage was run outside of a step")
+        step = self._step
+        try:
+            if self.fault is None:
+                output = self._cut.run(
+                    stage, lambda: step(number, is_last), received, self._shapes[number], functools.partial(self._seed, number)
+                )
+                made = self._loss(number, output) if is_last else tuple(_tensors(output))
+                if made is not None:
+                    return made
+        except Exception as error:
+            self.fault = error
+        # Other ranks do not know of a fault yet. They get zeros that depend on what was received, for the backward.
+        given = [one for one in received if one.requires_grad] or self._trained(stage)
+        zero: Any = sum(one.float().sum() * 0 for one in given[:1])
+        if is_last:
+            return torch.zeros((), device=self._device) + zero
+        end = self._stages.blocks(stage).stop - 1
+        return tuple(
+            torch.zeros(one.shape, dtype=one.dtype, device=self._device) + (zero if one.requires_grad else 0)
+            for one in _tensors(self._shapes[number][end])
+        )
+
+    def _trained(self, stage: int) -> list[Tensor]:
+        return [one for one, stages in self._holders.items() if stage in stages and one.requires_grad]
+
+    def shapes(self, step: Callable[[], Any]) -> list[Any]:
+        """See :meth:`CutModule.shapes`."""
+        return self._cut.shapes(step)
+
+    def evaluate(self, step: Step, shapes: list[list[Any]]) -> list[Any]:
+        """Runs the forwards of micro-batches, one after the other. Collective.
+
+        Args:
+            step: Runs the module's step on a micro-batch.
+            shapes: By micro-batch, the output of each block without values.
+
+        Returns:
+            What the step has returned for each micro-batch, on the rank of the last stage. Elsewhere an empty list.
+        """
+        results: list[Any] = []
+        sent: list[Any] = []
+        self.fault = None
+        for number, outputs in enumerate(shapes):
+            local: Any = None
+            for stage in self.own:
+                output = self._evaluate_stage(stage, step, number, outputs, local, sent)
+                local = output
+                if stage == self._stages.count - 1:
+                    results.append(output)
+        for work in sent:
+            work.wait()
+        return results
+
+    def _evaluate_stage(
+        self, stage: int, step: Step, number: int, outputs: list[Any], local: Any, sent: list[Any]
+    ) -> Any:
+        own, is_last = self._stages.blocks(stage), stage == self._stages.count - 1
+        received: list[Tensor] = []
+        if stage:
+            before = self._stages.rank_of(stage - 1)
+            if before == self._rank:
+                received = _tensors(local)
+            else:
+                for like in _tensors(outputs[own.start - 1]):
+                    received.append(torch.empty(like.shape, dtype=like.dtype, device=self._device))
+                    dist.recv(received[-1], group=self._group, group_src=before)
+        output: Any = None
+        try:
+            if self.fault is None:
+                output = self._cut.run(stage, lambda: step(number, is_last), received, outputs, lambda _: None)
+        except Exception as error:
+            self.fault = error
+        if is_last:
+            return output
+        if self.fault is not None:
+            output = [torch.zeros(o.shape, dtype=o.dtype, device=self._device) for o in _tensors(outputs[own.stop - 1])]
+        after = self._stages.rank_of(stage + 1)
+        if after != self._rank:
+            for tensor in _tensors(output):
+                sent.append(dist.isend(tensor.contiguous(), group=self._group, group_dst=after))
+        return output
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [tensor for _, tensor in leaves(tree)]
+
+
+def _on_meta(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="meta").requires_grad_(like.requires_grad)

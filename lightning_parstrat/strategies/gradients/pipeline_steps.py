@@ -1,0 +1,324 @@
+"""A step of a pipeline: the module's step on micro-batches, and one loss, whose backward gives the gradients."""
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_parstrat.core.micro_batches import count_samples, cut_batch, join_outputs, mean_over, signature
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
+from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
+from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed
+from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
+from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
+from lightning_parstrat.strategies.lightning_compat import note_value
+
+_SHAPES_KEPT = 64
+"""The shapes that blocks return are remembered for batches of so many different shapes."""
+
+
+class _Call(NamedTuple):
+    """One call of ``self.log``. A metric is given by its name in the module."""
+
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others after a step.
+
+    Attributes:
+        fault: What has failed.
+        result: From the rank of the last stage, what its step has returned.
+        calls: From there, what it has logged.
+    """
+
+    fault: str | None
+    result: Any
+    calls: list[_Call]
+
+
+class PipelineSteps:
+    """Runs the steps of a module that is cut into stages. Its methods are collective.
+
+    Args:
+        strategy: The strategy with the module.
+        pipeline: Runs the stages of this rank.
+        parts: What this rank holds of the module.
+        control: The ranks of the pipeline. Messages are in host memory.
+        micro_batches: Their number.
+    """
+
+    def __init__(
+        self, strategy: DDPStrategy, pipeline: Pipeline, parts: HeldParts, control: dist.ProcessGroup, micro_batches: int
+    ) -> None:
+        self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
+        self._control, self._micro_batches = control, micro_batches
+        self._has_trained = False
+        self._shapes: dict[Any, list[Any]] = {}
+
+    @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
+
+    def train(self, batch: Any, *args: Any) -> Any:
+        """Runs forward and backward of the micro-batches of a batch.
+
+        Returns:
+            The loss. Its backward adds the gradients, times its own, to those of the parameters. If the module's step
+            returns weights, the loss and the sum of the weights.
+
+        Raises:
+            PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
+        """
+        micro_batches, sizes = cut_batch(batch, self._micro_batches)
+        taken, losses = _Taken(self._module), dict[int, tuple[Tensor, float]]()
+        context = self._strategy.precision_plugin.train_step_context
+
+        def step(number: int, is_last: bool) -> Any:
+            with taken.taking(number, is_last), context():
+                return self._module.training_step(micro_batches[number], *args)
+
+        def loss(number: int, output: Any) -> Tensor | None:
+            value, weight = _loss_and_weight(output)
+            losses[number] = (value.detach(), sizes[number] if weight is None else weight)
+            scale = sizes[number] / sum(sizes) if weight is None else weight
+            # 0 times NaN is NaN, and would make the whole batch NaN.
+            return value * scale if scale else None
+
+        shapes = self._shapes_of("train", micro_batches, step)
+        parameters = [one for one in self._module.parameters() if has_memory(one)]
+        before = [one.grad for one in parameters]
+        for one in parameters:
+            one.grad = None
+        left = None if self._has_trained else LeftTensors(self._parts.own_blocks)
+        with _random_numbers() as seed:
+            self._pipeline.train(step, loss, shapes, seed)
+        if left is not None and self._pipeline.fault is None:
+            self._pipeline.fault = left.fault()
+        self._has_trained = True
+        told = self._tell(losses, taken.joined(sizes))
+        self._parts.sum_gradients()
+        gradients = [(one, one.grad) for one in parameters if one.grad is not None]
+        for one, gradient in zip(parameters, before, strict=True):
+            one.grad = gradient
+        last = told[self._pipeline.last_rank]
+        taken.log(last.calls)
+        return self._output(last.result, gradients)
+
+    def _output(self, losses: Mapping[int, tuple[Tensor, float]], gradients: list[tuple[Tensor, Tensor]]) -> Any:
+        values, weights = zip(*losses.values(), strict=True)
+        is_weighed = any(isinstance(weight, float) for weight in weights)
+        total = sum(weights)
+        mean = mean_over(values, weights) if total else torch.zeros(())
+        anchor = torch.zeros((), device=self._strategy.root_device, requires_grad=True)
+        scale = (1 / total if total else 1.0) if is_weighed else 1.0
+        loss = _Replay.apply(anchor, mean.to(self._strategy.root_device), gradients, scale)  # type: ignore[no-untyped-call]
+        return {"loss": loss, LOSS_WEIGHT: total} if is_weighed else loss
+
+    def evaluate(self, name: str, batch: Any, *args: Any) -> Any:
+        """Runs a step of an evaluation.
+
+        Args:
+            name: The module's method, such as ``validation_step``.
+            batch: The batch.
+            *args: Its other arguments.
+
+        Returns:
+            What one step on the whole batch would return, on all ranks.
+
+        Raises:
+            PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
+        """
+        micro_batches, sizes = cut_batch(batch, min(self._micro_batches, count_samples(batch)))
+        taken, plugin = _Taken(self._module), self._strategy.precision_plugin
+        context = getattr(plugin, f"{name.removesuffix('idation_step').removesuffix('_step')}_step_context")
+
+        def step(number: int, is_last: bool) -> Any:
+            with taken.taking(number, is_last), context():
+                return getattr(self._module, name)(micro_batches[number], *args)
+
+        outputs = self._pipeline.evaluate(step, self._shapes_of(name, micro_batches, step))
+        joined: Any = None
+        try:
+            joined = join_outputs(outputs, sizes) if outputs else None
+        except ValueError as error:
+            self._pipeline.fault = error
+        last = self._tell(joined, taken.joined(sizes))[self._pipeline.last_rank]
+        taken.log(last.calls)
+        device = self._strategy.root_device
+        return joined if outputs else replace_leaves(last.result, lambda tensor: tensor.to(device))
+
+    def _shapes_of(self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any]) -> list[Any]:
+        found, fault, looked = [], None, False
+        for number, micro_batch in enumerate(micro_batches):
+            key = (name, signature(micro_batch))
+            if key not in self._shapes and fault is None:
+                looked = True
+                state = rng_state()
+                try:
+                    self._shapes[key] = self._pipeline.shapes(functools.partial(step, number, False))
+                except Exception as error:
+                    fault = error
+                finally:
+                    set_rng_state(state)
+            found.append(self._shapes.get(key))
+        if looked:
+            # All ranks have the same batch, and so look at the same time.
+            self._raise(fault, all_gather_object(None if fault is None else repr(fault), self._control))
+            for key in list(self._shapes)[: max(0, len(self._shapes) - _SHAPES_KEPT)]:
+                del self._shapes[key]
+        return found
+
+    def _tell(self, result: Any, calls: list[_Call]) -> list[_Told]:
+        """What all ranks tell. Raises what has failed on any."""
+        fault = self._pipeline.fault
+        ends = dist.get_rank(self._control) == self._pipeline.last_rank
+        own = _Told(
+            None if fault is None else repr(fault),
+            replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
+            calls if ends else [],
+        )
+        told: list[_Told] = all_gather_object(own, self._control)
+        self._raise(fault, [one.fault for one in told])
+        return told
+
+    def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
+        if own is not None:
+            raise own
+        for rank, fault in enumerate(faults):
+            if fault is not None:
+                raise PipelineError(f"rank {rank}: {fault}")
+
+
+class _Replay(torch.autograd.Function):
+    """A loss whose backward adds gradients that exist already to those of the parameters, times its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> Any:
+        factor = outer[0] * ctx.scale
+        for parameter, gradient in ctx.gradients:
+            own = gradient.mul_(factor.to(gradient.dtype))
+            parameter.grad = own if parameter.grad is None else parameter.grad + own
+        ctx.gradients = []
+        return None, None, None, None
+
+
+def _loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PipelineError(
+            f"`training_step` has returned {type(output).__name__} without a loss of one element. A pipeline needs a"
+            " loss in every step."
+        )
+    weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
+    return loss.reshape(()), None if weight is None else float(weight)
+
+
+@contextmanager
+def _random_numbers() -> Generator[Seed, None, None]:
+    """Yields what seeds a place of a micro-batch's step, the same on all ranks. Afterwards they continue alike."""
+    base = int(torch.randint(2**62, ()))
+    state = rng_state()
+
+    def seed(number: int, place: int) -> None:
+        torch.manual_seed((base + number * 1_000_003 + place) % 2**63)
+        if place == 0:
+            random.seed(base + number)
+            np.random.seed((base + number) % 2**32)
+
+    try:
+        yield seed
+    finally:
+        set_rng_state(state)
+
+
+class _Taken:
+    """Takes what a step logs for each micro-batch, and logs once, on all ranks, what the whole batch would have logged.
+
+    Args:
+        module: The module, whose ``log`` is replaced meanwhile.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._calls: dict[int, list[_Call]] = {}
+
+    @contextmanager
+    def taking(self, number: int, is_last: bool) -> Generator[None, None, None]:
+        """Within it, calls of ``log`` are taken in the last stage, and dropped in others."""
+        calls: list[_Call] = []
+        own = vars(self._module)
+        had = own.get("log")
+        own["log"] = functools.partial(self._take, calls if is_last else None)
+        try:
+            yield
+        finally:
+            del own["log"]
+            if had is not None:
+                own["log"] = had
+        if is_last:
+            self._calls[number] = calls
+
+    def _take(self, calls: list[_Call] | None, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if calls is None:
+            return
+        if isinstance(value, Tensor) and not has_memory(value):
+            raise PipelineError(
+                f"`self.log({name!r}, ...)` logs what another stage computes. The stage that computes the loss logs: it"
+                " sees its own blocks, and what follows them."
+            )
+        kwargs.update(zip(_names_of_log(type(self._module))[3:], args, strict=False))
+        calls.append(_Call(name, self._portable(value), kwargs))
+
+    def _portable(self, value: Any) -> Any:
+        if isinstance(value, Metric):
+            return next(name for name, one in self._module.named_modules() if one is value)
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    def joined(self, sizes: Sequence[int]) -> list[_Call]:
+        """The calls of a step on the whole batch, given the number of samples of each micro-batch."""
+        joined: list[_Call] = []
+        for alike in zip(*(self._calls[number] for number in sorted(self._calls)), strict=False):
+            name, value, kwargs = alike[0]
+            if not isinstance(value, str):
+                value = _together([torch.as_tensor(one.value) for one in alike], sizes, kwargs.get("reduce_fx", "mean"))
+            if kwargs.get("batch_size") is not None:
+                kwargs = {**kwargs, "batch_size": sum(one.kwargs["batch_size"] for one in alike)}
+            joined.append(_Call(name, value, kwargs))
+        return joined
+
+    def log(self, calls: Sequence[_Call]) -> None:
+        """Logs what :meth:`joined` has returned on the rank of the last stage."""
+        for name, value, kwargs in calls:
+            metric = self._module.get_submodule(value) if isinstance(value, str) else None
+            if metric is not None:
+                note_value(metric)
+            self._module.log(name, value if metric is None else metric, **kwargs)
+
+
+def _together(values: list[Tensor], sizes: Sequence[int], reduce_fx: Any) -> Tensor:
+    how = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}.get(getattr(reduce_fx, "__name__", reduce_fx))
+    return mean_over(values, sizes) if how is None else how(torch.stack(values), dim=0)
+
+
+@functools.cache
+def _names_of_log(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.log).parameters)

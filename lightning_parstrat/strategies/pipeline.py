@@ -1,0 +1,324 @@
+"""``pipeline_custom``: the results of one process, with the module's blocks in stages on different ranks."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.policy import PipelinePolicy, PipelineSchedule, WrapPolicy
+from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.module_states import check_same_module
+from lightning_parstrat.distributed.engine.cuts import local
+from lightning_parstrat.distributed.engine.stepping import needs_closure
+from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
+from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
+from lightning_parstrat.distributed.pipeline.cut_module import CutModule
+from lightning_parstrat.distributed.pipeline.holders import (
+    HeldParts,
+    cost_of,
+    find_blocks,
+    has_memory,
+    outer_modules,
+    replace_parameter,
+    share_out,
+    stages_of_tensors,
+)
+from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
+from lightning_parstrat.distributed.torch_compat import multiply_all
+from lightning_parstrat.strategies.base import ComposedStrategy
+from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
+from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
+from lightning_parstrat.strategies.data.same_data import SameData
+from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps
+from lightning_parstrat.strategies.lightning_compat import trained
+from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
+
+
+class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
+    """Trains a module whose blocks are divided into stages, on different ranks, by torch's pipeline schedules.
+
+    Results are those of one process that accumulates the same micro-batches. Each rank holds parameters, gradients and
+    optimizer state of its stages alone. Ranks send the activations between two blocks, and their gradients. All ranks
+    have the same batch. ``training_step`` runs on each of its micro-batches, on every rank up to the rank's own blocks.
+    After the training, rank 0 has the whole module on the host.
+
+    Args:
+        stages: The number of blocks of each stage, such as ``[5, 3]``. ``"auto"`` divides them by what they multiply.
+        microbatches: Into how many micro-batches each batch is cut. Ranks wait for less time with more of them.
+        schedule: In which order stages run: ``"1f1b"``, ``"gpipe"``, or with several stages a rank ``"interleaved"``,
+            ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"`` and ``"dualpipev"``. They are torch's.
+        auto_wrap_policy: Classes of the blocks, or their names, such as ``["Block"]``. By default blocks are found:
+            modules of one class that follow each other in a container.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed. The message lists the allowed ones.
+    """
+
+    flag = "pipeline_custom"
+    _of_one_training = frozenset({"_steps", "_held", "_cut"})
+
+    def __init__(
+        self,
+        stages: Literal["auto"] | list[int] = "auto",
+        microbatches: int = 4,
+        schedule: PipelineSchedule = "1f1b",
+        auto_wrap_policy: WrapPolicy = None,
+        **kwargs: Any,
+    ) -> None:
+        self._policy = PipelinePolicy(
+            stages=stages, microbatches=microbatches, schedule=schedule, auto_wrap_policy=auto_wrap_policy
+        )
+        self._steps: PipelineSteps | None = None
+        self._held: HeldParts | None = None
+        self._cut: CutModule | None = None
+        super().__init__(**kwargs)
+        for name, allowed in (("state_dict_type", "full"), ("rank_shares", "equal"), ("keep_global_batch", False)):
+            if kwargs.get(name, allowed) != allowed:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} divides data or state among ranks, and the ranks of a pipeline have the"
+                    f" same data, and a stage each. Set {name}={allowed!r}."
+                )
+        self._ranks.is_pipeline = True
+        self._same_data = SameData(self, self._ranks)
+        # It broadcasts no buffers, as it never begins: stages have buffers of their own.
+        self._equal = EqualRanks(self, self._ranks, self._accumulation)
+        self._parts += [self._same_data]
+
+    @override
+    def _make_training_state(self) -> TrainingState:
+        return PipelineState(self, self._ranks, lambda: self._held)
+
+    @property
+    def _pipeline_steps(self) -> PipelineSteps:
+        if self._steps is None:
+            raise AssertionError("a step was taken before the module was cut")
+        return self._steps
+
+    @override
+    def model_to_device(self) -> None:
+        """Leaves the module on its device. Each rank moves what it holds when the module is cut."""
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Cuts the module, for evaluation and for training. Collective."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # The same as Lightning's `setup`, without its broadcast of whole parameters.
+        if self.accelerator is None or self.model is None:
+            raise AssertionError("the strategy was set up before the Trainer has connected it")
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.configure_ddp()
+        self.setup_precision_plugin()
+
+    @override
+    def configure_ddp(self) -> None:
+        """Cuts the module in place. There is no wrapper around it. Collective.
+
+        Raises:
+            MisconfigurationException: It cannot be cut.
+        """
+        module, groups = self._training_module, self._ranks.groups
+        self._close()
+        self._same_data.begin()
+        check_same_module(module, groups.control)
+        blocks = find_blocks(module, self._policy.auto_wrap_policy or ())
+        self._refuse(blocks)
+        stages = self._divide(module, blocks)
+        rank, group = self.global_rank, groups.gradients
+        own = set(stages.of_rank(rank))
+        of_tensor = stages_of_tensors(module, list(blocks.values()), stages)
+        share_out(module, {one for one, held in of_tensor.items() if held & own}, group, self.root_device)
+        held = HeldParts(module, blocks, stages, group)
+        cut = CutModule(module, blocks, stages)
+        pipeline = Pipeline(
+            cut, stages, held.stages_of, self._policy.schedule, self._policy.microbatches, group, self.root_device
+        )
+        self._held, self._cut = held, cut
+        self._steps = PipelineSteps(self, pipeline, held, groups.control, self._policy.microbatches)
+        self._fit_report.say(
+            f"{counted(stages.count, 'stage')} of {', '.join(map(str, sizes_of(stages.bounds)))} blocks on"
+            f" {counted(self.world_size, 'rank')}; {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')}"
+            f" a batch by {self._policy.schedule}"
+        )
+
+    def _refuse(self, blocks: dict[str, nn.Module]) -> None:
+        """Raises an error for what no pipeline can train, and says what is computed by micro-batch."""
+        module = self._training_module
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        if fits and not module.automatic_optimization:
+            raise MisconfigurationException(
+                "pipeline_custom runs forward and backward of micro-batches itself, and the module optimizes manually."
+                " Set `automatic_optimization = True`, or train by zero1_custom."
+            )
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            raise MisconfigurationException(
+                "pipeline_custom has no loss scale for precision='16-mixed'. Set precision='bf16-mixed' or '32-true'."
+            )
+        kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, _BATCH_NORMS))
+        if fits and kinds:
+            self._fit_report.say(
+                f"{' and '.join(kinds)} take their statistics from each micro-batch, not from the whole batch", True
+            )
+
+    def _divide(self, module: nn.Module, blocks: dict[str, nn.Module]) -> Stages:
+        schedule, ranks = self._policy.schedule, self.world_size
+        least = 2 if takes_many(schedule) else 1
+        asked = self._policy.stages
+        count = ranks * least if isinstance(asked, str) else len(asked)
+        names = f"{counted(len(blocks), 'block')} ({', '.join(list(blocks)[:3])}{', ...' if len(blocks) > 3 else ''})"
+        if count % ranks or (count > ranks) != (least > 1) or (turns_back(schedule) and count != 2 * ranks):
+            allowed = f"a multiple of {ranks} above it" if least > 1 else str(ranks)
+            raise MisconfigurationException(
+                f"stages={asked} are {count} for {counted(ranks, 'rank')}. schedule={schedule!r} needs"
+                f" {2 * ranks if turns_back(schedule) else allowed}."
+            )
+        if len(blocks) < count:
+            raise MisconfigurationException(
+                f"The module has {names}, and {counted(count, 'stage')} need at least one each. Start fewer ranks, or"
+                " name the classes of its blocks, as in `auto_wrap_policy=['Block']`."
+            )
+        if not isinstance(asked, str):
+            if sum(asked) != len(blocks):
+                raise MisconfigurationException(
+                    f"stages={asked} are {sum(asked)} blocks, and the module has {names}. The numbers must add up."
+                )
+            return Stages(bounds_of(asked), ranks, turns_back(schedule))
+        before, after = outer_modules(module, blocks.values())
+        costs = [float(cost_of(block)) for block in blocks.values()]
+        extra = [float(sum(cost_of(one) for one in outer if not list(one.children()))) for outer in (before, after)]
+        return Stages(balanced(costs, count, *extra), ranks, turns_back(schedule))
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers.
+
+        Raises:
+            MisconfigurationException: An optimizer evaluates the loss again.
+        """
+        super().setup_optimizers(trainer)
+        for optimizer in trained(self.optimizers):
+            if needs_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} evaluates the loss again within its step, which pipeline_custom cannot"
+                    " do. Take another optimizer, or zero1_custom."
+                )
+
+    # Steps.
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch to the device. All ranks get the first one's batch."""
+        return super().batch_to_device(self._same_data.share(batch), device, dataloader_idx)
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's training step on micro-batches, with their backwards. Collective."""
+        output: STEP_OUTPUT = self._pipeline_steps.train(batch, *args, *kwargs.values())
+        self._accumulation.note_output(output)
+        return output
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's validation step on micro-batches. Collective."""
+        output: STEP_OUTPUT = self._pipeline_steps.evaluate("validation_step", batch, *args, *kwargs.values())
+        return output
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's test step on micro-batches. Collective."""
+        output: STEP_OUTPUT = self._pipeline_steps.evaluate("test_step", batch, *args, *kwargs.values())
+        return output
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's predict step on micro-batches. Collective."""
+        output: STEP_OUTPUT = self._pipeline_steps.evaluate("predict_step", batch, *args, *kwargs.values())
+        return output
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Returns the tensor: what the last stage logs is on all ranks, and all have the same data."""
+        return tensor
+
+    @override
+    def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
+        # A micro-batch without weight leaves no gradient at all.
+        return watch_gradients((), note)
+
+    @override
+    def _end_backward(self, ends_window: bool, has_run: bool) -> None:
+        factor = self._accumulation.factor_of_mean if ends_window else 1.0
+        gradients = [local(one.grad) for one in self._training_module.parameters() if one.grad is not None]
+        if gradients and factor != 1.0:
+            multiply_all(gradients, factor)
+
+    @override
+    def _step_gradients(self, optimizers: Sequence[Optimizer]) -> StepGradients:
+        found, held = step_gradients(optimizers), self._held
+        if held is None or self.world_size == 1:
+            return found
+        grouped = dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])
+        counted_here = [p.grad for p in grouped if p.grad is not None and held.counts(p)]
+        collectives = make_collectives(self._ranks.groups.gradients, self.root_device)
+        return found._replace(counted=counted_here, device=self.root_device, collectives=collectives)
+
+    @override
+    def teardown(self) -> None:
+        """Gives the module its own blocks again, and rank 0 the whole module. After an exception not collective."""
+        module, held = self.lightning_module, self._held
+        if module is not None and held is not None and not self._ranks.is_interrupted:
+            self._make_whole(module, held)
+        self._close()
+        if module is not None:
+            # Lightning moves the module to the host, and torch cannot move parameters without memory.
+            vars(module)["cpu"] = functools.partial(_to_host, module)
+        try:
+            super().teardown()
+        finally:
+            if module is not None:
+                del vars(module)["cpu"]
+
+    @torch.no_grad()
+    def _make_whole(self, module: nn.Module, held: HeldParts) -> None:
+        state = self._checkpoints.module_state(module.state_dict)
+        if not self.is_global_zero:
+            return
+        for name, parameter in list(module.named_parameters()):
+            if not has_memory(parameter):
+                replace_parameter(module, parameter, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+    def _close(self) -> None:
+        if self._cut is not None:
+            self._cut.close()
+        self._steps = self._held = self._cut = None
+
+
+@torch.no_grad()
+def _to_host(module: LightningModule) -> LightningModule:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if has_memory(tensor):
+            tensor.data = tensor.data.cpu()
+    return module
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
