@@ -1,8 +1,8 @@
 """Parallel training strategies for PyTorch Lightning, chosen by a Trainer flag.
 
-Importing the package registers ``ddp_tuned``, ``zero1_custom``, ``zero2_custom`` and ``zero3_custom``. The import loads
-neither torch nor Lightning. The strategy classes and the callback ``GradNormMonitor`` are loaded on their first use
-(PEP 562).
+Importing the package registers ``ddp_tuned``, ``zero1_custom``, ``zero2_custom``, ``zero3_custom`` and
+``pipeline_custom``. The import loads neither torch nor Lightning. The strategy classes and the callback
+``GradNormMonitor`` are loaded on their first use (PEP 562).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,19 @@ from lightning_parstrat._version import __version__
 if TYPE_CHECKING:
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
     from lightning_parstrat.strategies.gradients.grad_norm_monitor import GradNormMonitor
+    from lightning_parstrat.strategies.pipeline import PipelineStrategy
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy, ZeRO2Strategy
     from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy", "__version__"]
+__all__ = [
+    "GradNormMonitor",
+    "PipelineStrategy",
+    "TunedDDPStrategy",
+    "ZeRO1Strategy",
+    "ZeRO2Strategy",
+    "ZeRO3Strategy",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ PACKAGES = {LIGHTNING: "lightning_parstrat", PYTORCH_LIGHTNING: "lightning_parst
 """Each package of Lightning, with the package of ours whose strategies its Trainer accepts."""
 PUBLIC = {
     "GradNormMonitor": "strategies.gradients.grad_norm_monitor",
+    "PipelineStrategy": "strategies.pipeline",
     "TunedDDPStrategy": "strategies.ddp",
     "ZeRO1Strategy": "strategies.zero1",
     "ZeRO2Strategy": "strategies.zero1",

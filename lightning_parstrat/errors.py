@@ -12,6 +12,7 @@ from lightning_parstrat.distributed.fsdp.tensor_plan import TensorPlanError
 from lightning_parstrat.distributed.fsdp.writes import RefusedWriteError
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
+from lightning_parstrat.distributed.pipeline.cut_module import PipelineError
 
 __all__ = [
     "CheckpointDamagedError",
@@ -23,6 +24,7 @@ __all__ = [
     "MissingRanksError",
     "NestedBackwardError",
     "NonfiniteGradientError",
+    "PipelineError",
     "RefusedWriteError",
     "TensorPlanError",
 ]

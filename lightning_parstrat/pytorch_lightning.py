@@ -18,12 +18,15 @@ from lightning_parstrat._namespaces import PUBLIC, public_class
 if TYPE_CHECKING:
     from pytorch_lightning import callbacks, strategies
 
-    from lightning_parstrat.strategies import ddp, zero1, zero3
+    from lightning_parstrat.strategies import ddp, pipeline, zero1, zero3
     from lightning_parstrat.strategies.gradients import grad_norm_monitor
 
     # To a type checker, the classes belong to both namespaces: they have our arguments, and the Trainer takes them.
     class GradNormMonitor(grad_norm_monitor.GradNormMonitor, callbacks.Callback):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.GradNormMonitor`."""
+
+    class PipelineStrategy(pipeline.PipelineStrategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """The same as :class:`lightning_parstrat.PipelineStrategy`."""
 
     class TunedDDPStrategy(ddp.TunedDDPStrategy, strategies.DDPStrategy):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.TunedDDPStrategy`."""
@@ -38,7 +41,14 @@ if TYPE_CHECKING:
         """The same as :class:`lightning_parstrat.ZeRO3Strategy`."""
 
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"]
+__all__ = [
+    "GradNormMonitor",
+    "PipelineStrategy",
+    "TunedDDPStrategy",
+    "ZeRO1Strategy",
+    "ZeRO2Strategy",
+    "ZeRO3Strategy",
+]
 
 # A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []

@@ -21,10 +21,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "distributed.gradients": ("distributed.comm", "distributed.engine"),
     "distributed.checkpoint": ("distributed.comm", "distributed.engine"),
     "distributed.fsdp": ("distributed.comm", "distributed.engine", "distributed.gradients"),
+    "distributed.pipeline": ("distributed.comm", "distributed.engine", "distributed.fsdp"),
     "strategies.launch": (),
     "strategies.data": ("strategies.launch",),
     "strategies.checkpoint": ("strategies.launch", "strategies.data"),
-    "strategies.gradients": ("strategies.launch", "strategies.checkpoint"),
+    "strategies.gradients": ("strategies.launch", "strategies.checkpoint", "strategies.data"),
 }
 """Which other rooms of its floor each may import."""
 

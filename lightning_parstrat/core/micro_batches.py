@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 
-_WHOLE = (str, bytes, int, float, complex, Enum, Path, torch.dtype, torch.device, type(None))
+_WHOLE = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 """What every micro-batch gets whole."""
 
 
@@ -127,7 +126,8 @@ def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean of tensors of one shape, in fp32 at least."""
     total = sum(weights)
     wide = [value.detach().double() if value.dtype == torch.float64 else value.detach().float() for value in values]
-    return sum((value * (weight / total) for value, weight in zip(wide, weights, strict=True)), torch.zeros_like(wide[0]))
+    weighed = [value * (weight / total) for value, weight in zip(wide, weights, strict=True)]
+    return torch.stack(weighed).sum(0)
 
 
 def _plain(batch: Any) -> Any:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The stages of a pipeline. Stage 0 has the first blocks, and the last stage computes the loss.
 
     Attributes:

@@ -39,6 +39,8 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.core.module.LightningModule._compiler_ctx
         Recognizes a LightningModule that was compiled. It is here, as floor 1 uses it | Its parameters are gathered
         while it runs, and compiled code reads old ones.
+    torch._subclasses
+        Tensors without values, for what other stages compute | pipeline_custom does not begin.
     torch.autograd._profiler_enabled
         Names the parts of a step only during a trace | zero1_custom does not begin.
     torch._foreach_norm

@@ -102,7 +102,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat.distributed.engine.stepping import lend_methods
@@ -343,11 +342,6 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
     if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
         counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
         callback._save_last_checkpoint(trainer, {**trainer.callback_metrics, **counts})
-
-
-def note_value(metric: Metric) -> None:
-    """Lets a metric be logged that this rank has never updated. Another rank's state takes the place of its own."""
-    metric._update_count = max(1, metric._update_count)
 
 
 def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:

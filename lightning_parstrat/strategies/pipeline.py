@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -150,7 +149,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         pipeline = Pipeline(
             cut, stages, held.stages_of, self._policy.schedule, self._policy.microbatches, group, self.root_device
         )
-        self._held, self._cut = held, cut
+        self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank
         self._steps = PipelineSteps(self, pipeline, held, groups.control, self._policy.microbatches)
         self._fit_report.say(
             f"{counted(stages.count, 'stage')} of {', '.join(map(str, sizes_of(stages.bounds)))} blocks on"

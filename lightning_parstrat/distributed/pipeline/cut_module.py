@@ -154,7 +154,7 @@ class CutModule:
         if number != run.next:
             other = self._names[run.next] if run.next < len(self._names) else "the end"
             raise PipelineError(
-                f"A step has called {name!r} where {other!r} was to come. The blocks of a pipeline are called once"
+                f"A step has called {name!r}, and {other!r} was to come. The blocks of a pipeline are called once"
                 " each, in the order of their registration. Name the classes of such blocks by `auto_wrap_policy`."
             )
         run.next += 1
@@ -186,7 +186,7 @@ class CutModule:
         shown = [[(tuple(one.shape), one.dtype) for _, one in leaves(tree)] for tree in (output, expected)]
         if shown[0] != shown[1]:
             raise PipelineError(
-                f"{name!r} has returned tensors of {shown[0]}, where {shown[1]} follows from the shapes of its batch."
+                f"{name!r} has returned tensors of {shown[0]}. From the shapes of its batch, {shown[1]} follows."
                 " The shapes that a block returns must not depend on values."
             )
 
@@ -240,4 +240,3 @@ class LeftTensors:
             if not attribute.startswith("_")
             for leaf in leaves(value)
         }
-

@@ -52,9 +52,7 @@ def outer_modules(module: nn.Module, blocks: Iterable[nn.Module]) -> tuple[list[
     return before, after
 
 
-def _zones(
-    module: nn.Module, blocks: list[nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+def _zones(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
     """Modules before the first block, after the last one, and all others: those that contain blocks, or lie between."""
     within = {part for block in blocks for part in block.modules()}
     around = {part for part in module.modules() if part not in within and not within.isdisjoint(part.modules())}

@@ -45,7 +45,7 @@ def turns_back(schedule: str) -> bool:
 
 
 class _Shaped(PipelineStage):
-    """A stage whose micro-batches have shapes of their own.
+    """A stage whose micro-batches may differ in their shapes.
 
     Attributes:
         received: The tensors that the stage receives, by micro-batch. They have no values.
@@ -136,6 +136,8 @@ class Pipeline:
         self.last_rank = stages.rank_of(stages.count - 1)
         """The rank of the last stage."""
         self.own = stages.of_rank(self._rank)
+        self.is_last = self._rank == self.last_rank
+        """Whether this rank has the last stage."""
         self._schedule: Any = None
         self._torch_stages: list[_Shaped] = []
         self._step: Step | None = None
@@ -148,7 +150,7 @@ class Pipeline:
     def train(self, step: Step, loss: Loss, shapes: list[list[Any]], seed: Seed) -> None:
         """Runs forward and backward of a step's micro-batches. Gradients are added to the parameters'. Collective.
 
-        A rank whose part has failed goes on with zeros, and :attr:`fault` is its error.
+        A rank whose part has failed continues with zeros, and :attr:`fault` is its error.
 
         Args:
             step: Runs the module's step on a micro-batch.
@@ -207,7 +209,11 @@ class Pipeline:
         try:
             if self.fault is None:
                 output = self._cut.run(
-                    stage, lambda: step(number, is_last), received, self._shapes[number], functools.partial(self._seed, number)
+                    stage,
+                    lambda: step(number, is_last),
+                    received,
+                    self._shapes[number],
+                    functools.partial(self._seed, number),
                 )
                 made = self._loss(number, output) if is_last else tuple(_tensors(output))
                 if made is not None:
@@ -292,3 +298,31 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _on_meta(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="meta").requires_grad_(like.requires_grad)
+
+
+def replayed(value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """A loss whose backward adds gradients that exist already to those of the parameters. Not collective.
+
+    Args:
+        value: The loss, 0-d.
+        gradients: Parameters with their gradients, which it multiplies in place.
+        scale: What they are multiplied by, besides the gradient of the loss.
+    """
+    anchor = torch.zeros((), device=value.device, requires_grad=True)
+    return _Replay.apply(anchor, value, gradients, scale)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> Any:
+        factor = outer[0] * ctx.scale
+        for parameter, gradient in ctx.gradients:
+            own = gradient.mul_(factor.to(gradient.dtype))
+            parameter.grad = own if parameter.grad is None else parameter.grad + own
+        ctx.gradients = []
+        return None, None, None, None

@@ -39,6 +39,8 @@ class SameData(Part):
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
         super().__init__(strategy)
         self._ranks = ranks
+        self.last_stage: int | None = None
+        """The rank whose metrics count, among those with the same data. None if each has the same metrics."""
         self._metrics: list[Metric] = []
 
     @property
@@ -81,6 +83,13 @@ class SameData(Part):
                 metric.dist_sync_fn = _GatherOfData(self)
                 self._metrics.append(metric)
 
+    def of_last_stage(self, state: Tensor) -> Tensor:
+        """A metric's state on the rank whose metrics count. Collective among ranks with the same data."""
+        if self.last_stage is None:
+            return state
+        states: list[Tensor] = all_gather_object(state.detach().cpu(), self.group)
+        return states[self.last_stage].to(state.device)
+
     @override
     def on_train_start(self) -> None:
         """Counts metrics once that were made since the set-up."""
@@ -98,14 +107,14 @@ class SameData(Part):
         sampler, ranks = getattr(dataloader, "sampler", None), self._ranks.data_ranks
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas != ranks:
             raise MisconfigurationException(
-                f"A DistributedSampler has num_replicas={sampler.num_replicas}, and the number of ranks with different data"
-                f" is {ranks}, as {self._shares} have the same. Make it by `**trainer.distributed_sampler_kwargs`."
+                f"A DistributedSampler has num_replicas={sampler.num_replicas}, and {ranks} is right, as {self._shares}"
+                " have the same data. Make it by `**trainer.distributed_sampler_kwargs`."
             )
         lengths = set(all_gather_object(sized_len(dataloader), self.group))
         if len(lengths) > 1:
             raise MisconfigurationException(
-                f"{self._shares.capitalize()} have loaders of {', '.join(map(str, sorted(lengths, key=str)))} batches. They"
-                " see the same batches: divide data by `trainer.distributed_sampler_kwargs`, not by the world size."
+                f"{self._shares.capitalize()} have loaders of {', '.join(map(str, sorted(lengths, key=str)))} batches."
+                " They see the same batches: divide data by `trainer.distributed_sampler_kwargs`, not by world size."
             )
         return dataloader
 
@@ -171,6 +180,7 @@ class _GatherOfData:
 
     def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
         """Gathers a state. Collective."""
+        result = self._ranks.of_last_stage(result)
         return gather_all_tensors(result, self._ranks.data_group if group is None else group)
 
     def __deepcopy__(self, _: object) -> "_GatherOfData":

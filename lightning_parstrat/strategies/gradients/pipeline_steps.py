@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import Metric
@@ -19,10 +18,9 @@ from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
-from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed
+from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed, replayed
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
-from lightning_parstrat.strategies.lightning_compat import note_value
 
 _SHAPES_KEPT = 64
 """The shapes that blocks return are remembered for batches of so many different shapes."""
@@ -62,7 +60,7 @@ class PipelineSteps:
     """
 
     def __init__(
-        self, strategy: DDPStrategy, pipeline: Pipeline, parts: HeldParts, control: dist.ProcessGroup, micro_batches: int
+        self, strategy: DDPStrategy, pipeline: Pipeline, parts: HeldParts, control: Any, micro_batches: int
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
         self._control, self._micro_batches = control, micro_batches
@@ -123,9 +121,8 @@ class PipelineSteps:
         is_weighed = any(isinstance(weight, float) for weight in weights)
         total = sum(weights)
         mean = mean_over(values, weights) if total else torch.zeros(())
-        anchor = torch.zeros((), device=self._strategy.root_device, requires_grad=True)
         scale = (1 / total if total else 1.0) if is_weighed else 1.0
-        loss = _Replay.apply(anchor, mean.to(self._strategy.root_device), gradients, scale)  # type: ignore[no-untyped-call]
+        loss = replayed(mean.to(self._strategy.root_device), gradients, scale)
         return {"loss": loss, LOSS_WEIGHT: total} if is_weighed else loss
 
     def evaluate(self, name: str, batch: Any, *args: Any) -> Any:
@@ -185,7 +182,7 @@ class PipelineSteps:
     def _tell(self, result: Any, calls: list[_Call]) -> list[_Told]:
         """What all ranks tell. Raises what has failed on any."""
         fault = self._pipeline.fault
-        ends = dist.get_rank(self._control) == self._pipeline.last_rank
+        ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
@@ -201,24 +198,6 @@ class PipelineSteps:
         for rank, fault in enumerate(faults):
             if fault is not None:
                 raise PipelineError(f"rank {rank}: {fault}")
-
-
-class _Replay(torch.autograd.Function):
-    """A loss whose backward adds gradients that exist already to those of the parameters, times its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-        ctx.gradients, ctx.scale = gradients, scale
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Any) -> Any:
-        factor = outer[0] * ctx.scale
-        for parameter, gradient in ctx.gradients:
-            own = gradient.mul_(factor.to(gradient.dtype))
-            parameter.grad = own if parameter.grad is None else parameter.grad + own
-        ctx.gradients = []
-        return None, None, None, None
 
 
 def _loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
@@ -309,8 +288,6 @@ class _Taken:
         """Logs what :meth:`joined` has returned on the rank of the last stage."""
         for name, value, kwargs in calls:
             metric = self._module.get_submodule(value) if isinstance(value, str) else None
-            if metric is not None:
-                note_value(metric)
             self._module.log(name, value if metric is None else metric, **kwargs)
 
 

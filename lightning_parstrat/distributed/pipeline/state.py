@@ -1,0 +1,71 @@
+"""The state of a module that is cut into stages, and of its optimizers, gathered on rank 0."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.pipeline.holders import HeldParts
+
+
+@torch.no_grad()
+def gather_module_state(module: nn.Module, parts: HeldParts, control: dist.ProcessGroup) -> dict[str, Any]:
+    """The module's state dict on rank 0's host, nothing elsewhere. Collective: each rank sends what it holds.
+
+    Args:
+        module: The module.
+        parts: What this rank holds of it.
+        control: The ranks of the pipeline. Messages are in host memory.
+    """
+    state: dict[str, Any] = module.state_dict()
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    for name in state:
+        if name in named and named[name] in parts.ranks_of:
+            state[name] = _on_first(named[name], parts.ranks_of[named[name]][0], control)
+    return state if dist.get_rank(control) == 0 else {}
+
+
+def gather_optimizer_state(
+    state: dict[str, Any], parameters: Sequence[Tensor], parts: HeldParts, control: dist.ProcessGroup
+) -> dict[str, Any]:
+    """The state of an optimizer in torch's own format on rank 0's host, elsewhere its groups. Collective.
+
+    Args:
+        state: Its state on this rank.
+        parameters: Its parameters, in the order of their numbers.
+        parts: What this rank holds of the module.
+        control: The ranks of the pipeline. Messages are in host memory.
+    """
+    own = {number: entries for number, entries in state["state"].items() if parts.counts(parameters[number])}
+    outlines = all_gather_object(replace_leaves(own, _outline), control)
+    gathered: dict[int, Any] = {}
+    for holder, outline in enumerate(outlines):
+        for number, entries in outline.items():
+            mine = own.get(number, entries)
+            gathered[number] = {
+                key: _on_first(mine[key], holder, control) if isinstance(value, Tensor) and value.is_meta else value
+                for key, value in entries.items()
+            }
+    return {**state, "state": gathered if dist.get_rank(control) == 0 else {}}
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    # Counts of steps travel with the outline.
+    return tensor.detach().to("meta") if tensor.numel() > 1 else tensor.detach().cpu()
+
+
+def _on_first(tensor: Tensor, holder: int, control: dist.ProcessGroup) -> Tensor:
+    """Rank 0's copy on the host of a tensor that another rank holds. Collective between both."""
+    rank = dist.get_rank(control)
+    if rank == holder and rank > 0:
+        dist.send(tensor.detach().cpu().contiguous(), group=control, group_dst=0)
+    if rank == 0 and holder > 0:
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.recv(received, group=control, group_src=holder)
+        return received
+    return tensor.detach().cpu() if rank == 0 else tensor
