@@ -70,7 +70,7 @@ def _cut(tree: Any, samples: int, part: slice) -> Any:
             cut[key] = _cut(value, samples, part)  # type: ignore[index]
         return cut
     if isinstance(tree, (list, tuple)):
-        if len(tree) == samples and not all(isinstance(one, Tensor) and _has(one, samples) for one in tree):
+        if _lists_samples(tree, samples):
             return tree[part]
         items = [_cut(value, samples, part) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
@@ -108,7 +108,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     elif isinstance(first, Mapping):
         return {key: join_outputs([one[key] for one in outputs], sizes) for key in first}
     elif isinstance(first, (list, tuple)):
-        if all(len(one) == size for one, size in zip(outputs, sizes, strict=True)) and len({*map(len, outputs)}) > 1:
+        if all(_lists_samples(one, size) for one, size in zip(outputs, sizes, strict=True)):
             return [item for one in outputs for item in one]
         items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
@@ -120,6 +120,11 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         f"A step has returned values of type {type(first).__name__} that differ between micro-batches, and cannot be"
         " joined. Return tensors whose first dimension is the samples, or numbers."
     )
+
+
+def _lists_samples(items: Sequence[Any], samples: int) -> bool:
+    """Whether there is an item for each sample, and not a few tensors of all samples."""
+    return len(items) == samples and not all(isinstance(one, Tensor) and _has(one, samples) for one in items)
 
 
 def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -216,6 +216,11 @@ def take_over_attributes(old: Tensor, new: Tensor) -> None:
 # Tensors without values.
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+NO_VALUES = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+)
+"""What code raises that reads the values of such a tensor."""
 
 
 @functools.cache

@@ -26,23 +26,14 @@ from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
-from lightning_parstrat.distributed.pipeline.holders import (
-    HeldParts,
-    cost_of,
-    find_blocks,
-    has_memory,
-    outer_modules,
-    replace_parameter,
-    share_out,
-    stages_of_tensors,
-)
+from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, has_memory
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
 from lightning_parstrat.distributed.torch_compat import multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
-from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps
+from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
 from lightning_parstrat.strategies.lightning_compat import trained
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
@@ -140,14 +131,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         blocks = find_blocks(module, self._policy.auto_wrap_policy or ())
         self._refuse(blocks)
         stages = self._divide(module, blocks)
-        rank, group = self.global_rank, groups.gradients
-        own = set(stages.of_rank(rank))
-        of_tensor = stages_of_tensors(module, list(blocks.values()), stages)
-        share_out(module, {one for one, held in of_tensor.items() if held & own}, group, self.root_device)
-        held = HeldParts(module, blocks, stages, group)
+        group = groups.gradients
+        held = HeldParts(module, blocks, stages, group, self.root_device)
         cut = CutModule(module, blocks, stages)
         pipeline = Pipeline(
-            cut, stages, held.stages_of, self._policy.schedule, self._policy.microbatches, group, self.root_device
+            cut, stages, held, self._policy.schedule, self._policy.microbatches, group, self.root_device
         )
         self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank
         self._steps = PipelineSteps(self, pipeline, held, groups.control, self._policy.microbatches)
@@ -199,10 +187,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f"stages={asked} are {sum(asked)} blocks, and the module has {names}. The numbers must add up."
                 )
             return Stages(bounds_of(asked), ranks, turns_back(schedule))
-        before, after = outer_modules(module, blocks.values())
-        costs = [float(cost_of(block)) for block in blocks.values()]
-        extra = [float(sum(cost_of(one) for one in outer if not list(one.children()))) for outer in (before, after)]
-        return Stages(balanced(costs, count, *extra), ranks, turns_back(schedule))
+        costs, before, after = costs_of(module, list(blocks.values()))
+        return Stages(balanced(costs, count, before, after), ranks, turns_back(schedule))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -294,17 +280,16 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             if module is not None:
                 del vars(module)["cpu"]
 
-    @torch.no_grad()
-    def _make_whole(self, module: nn.Module, held: HeldParts) -> None:
-        state = self._checkpoints.module_state(module.state_dict)
+    def _make_whole(self, module: LightningModule, held: HeldParts) -> None:
+        """Gives rank 0 the whole module and the optimizers' whole state, for what a program does next. Collective."""
+        optimizers = trained(self.optimizers)
+        states = [self._checkpoints.optimizer_state(Optimizer.state_dict, optimizer) for optimizer in optimizers]
+        weights = self._checkpoints.module_state(module.state_dict)
         if not self.is_global_zero:
             return
-        for name, parameter in list(module.named_parameters()):
-            if not has_memory(parameter):
-                replace_parameter(module, parameter, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
-        for name, buffer in module.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
+        replace_stepped(optimizers, held.make_whole(weights))
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     def _close(self) -> None:
         if self._cut is not None:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
-from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode
+from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode
 
 
 class PipelineError(RuntimeError):
@@ -76,7 +77,10 @@ class CutModule:
         """
         ends = self._stages.bounds[-2]
         run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
-        buffers = [(one, one.clone()) for block in self._blocks for one in block.buffers() if one.numel() == 1]
+        within = {one for block in self._blocks for one in block.buffers() if one.numel() > 1}
+        buffers = [(one, one.clone()) for one in self._module.buffers() if one not in within]
+        # What blocks keep of their forward, such as a table, has no values here.
+        kept = [(vars(part), _copied(vars(part))) for block in self._blocks for part in block.modules()]
         found: list[Any] = []
 
         def note(output: Any) -> Any:
@@ -87,9 +91,12 @@ class CutModule:
 
         if ends:
             self._running(run, step, note)
-        for buffer, before in buffers:
-            # Counts of batches, which layers add to.
-            buffer.copy_(before)
+        for attributes, values in kept:
+            _restore(attributes, values)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                # Layers outside of blocks take statistics, and all layers count batches.
+                buffer.copy_(before)
         return found
 
     def run(
@@ -137,6 +144,11 @@ class CutModule:
             output = step()
         except _Cut as cut:
             return cut.output
+        except NO_VALUES as error:
+            raise PipelineError(
+                "Code outside of the blocks of a stage reads or decides by values that another stage computes. All"
+                " ranks run that code, and only one of them has the values. Move it into a block, or after the last."
+            ) from error
         finally:
             self._run = self._note = None
         if run.next < len(self._blocks):
@@ -176,9 +188,8 @@ class CutModule:
         if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):
             raise PipelineError(
                 f"{what.capitalize()} depends on what another stage computes: on an output of an earlier block, or on"
-                " a module that another stage holds. A stage gets the output of the block before it, and nothing else."
-                " Modules that were registered before the first block belong to the first stage, and those after the"
-                " last block to the last one. Pass on what later blocks need through the blocks, or take a strategy"
+                " a parameter that this stage has not used in the first step. A stage gets the output of the block"
+                " before it, and nothing else. Pass on what later blocks need through the blocks, or take a strategy"
                 " that keeps the module whole."
             )
 
@@ -189,6 +200,22 @@ class CutModule:
                 f"{name!r} has returned tensors of {shown[0]}. From the shapes of its batch, {shown[1]} follows."
                 " The shapes that a block returns must not depend on values."
             )
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in attributes.items()}
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Gives an object its attributes back, and its dictionaries, such as those of buffers, their items."""
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    for name, value in before.items():
+        if isinstance(value, dict):
+            attributes[name].clear()
+            attributes[name].update(value)
+        else:
+            attributes[name] = value
 
 
 def without_values(tree: Any) -> Any:
@@ -210,31 +237,39 @@ def _no_values(name: str) -> Any:
 
 
 class LeftTensors:
-    """Finds tensors that blocks leave on their modules: other stages would not see them.
+    """Finds tensors that blocks leave on their modules: other stages would not see them. Not collective.
 
     Args:
-        modules: The blocks of this rank.
+        blocks: The blocks of this rank by their names.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
-        self._before = self._all()
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        self._blocks, self._seen = blocks, dict[str, Tensor]()
+
+    def look(self) -> None:
+        """Notes the tensors that are there. Call it when blocks have run, before they run again."""
+        self._seen = self._all()
+
+    def places(self) -> list[str]:
+        """Where blocks have put other tensors since."""
+        return [place for place, tensor in self._all().items() if self._seen.get(place) is not tensor]
 
     def fault(self) -> PipelineError | None:
-        """The error for a tensor that a forward has left since, and that needs a gradient. None if there is none."""
-        for place, tensor in self._all().items():
-            if tensor.grad_fn is not None and self._before.get(place) is not tensor:
+        """The error for a tensor that needs a gradient. None if there is none."""
+        found = self._all()
+        for place in self.places():
+            if found[place].grad_fn is not None:
                 return PipelineError(
-                    f"A forward leaves a tensor in {place!r}, such as an auxiliary loss, and the stage that computes"
-                    " the loss does not see it. Return it from the block, or take a strategy that keeps the module"
-                    " whole."
+                    f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss, and the stage"
+                    " that computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
+                    " else reads it. Or take a strategy that keeps the module whole."
                 )
         return None
 
     def _all(self) -> dict[str, Tensor]:
         return {
             ".".join(map(str, (name, attribute, *leaf.path))): leaf.tensor
-            for block, root in self._modules.items()
+            for block, root in self._blocks.items()
             for name, part in root.named_modules(prefix=block)
             for attribute, value in vars(part).items()
             if not attribute.startswith("_")

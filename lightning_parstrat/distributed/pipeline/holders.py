@@ -1,16 +1,18 @@
-"""The blocks at which a module is cut, and which stages hold each of its parameters."""
+"""The blocks at which a module is cut, and which ranks hold each of its parameters."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parstrat.core.stages import Stages
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
-from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes
+from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes, version_of
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
@@ -40,53 +42,33 @@ def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> 
     return blocks
 
 
-def cost_of(module: nn.Module) -> int:
-    """Elements that a module multiplies with: its parameters without tables of embeddings."""
-    tables = {one.weight for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
-    return sum(parameter.numel() for parameter in module.parameters() if parameter not in tables)
+def costs_of(module: nn.Module, blocks: Collection[nn.Module]) -> tuple[list[float], float, float]:
+    """What each block multiplies with, and what is registered before the first and after the last one: elements.
 
-
-def outer_modules(module: nn.Module, blocks: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules outside of blocks that were registered before the first block, and those after the last one."""
-    before, after, _ = _zones(module, list(blocks))
-    return before, after
-
-
-def _zones(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """Modules before the first block, after the last one, and all others: those that contain blocks, or lie between."""
+    Tables of embeddings cost nothing, as nothing is multiplied with them.
+    """
     within = {part for block in blocks for part in block.modules()}
-    around = {part for part in module.modules() if part not in within and not within.isdisjoint(part.modules())}
-    before, after, others = list[nn.Module](), list[nn.Module](), list[nn.Module]()
-    seen = 0
+    before = after = seen = 0
     for part in module.modules():
         seen += part in blocks
-        if part in around:
-            others.append(part)
-        elif part not in within:
-            (before if seen == 0 else after if seen == len(blocks) else others).append(part)
-    return before, after, others
+        if part not in within and not isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            size = sum(parameter.numel() for parameter in part.parameters(recurse=False) if parameter.dim() > 1)
+            before, after = (before, after + size) if seen == len(blocks) else (before + size, after)
+    return [float(sum(p.numel() for p in block.parameters())) for block in blocks], float(before), float(after)
 
 
-def stages_of_tensors(module: nn.Module, blocks: list[nn.Module], stages: Stages) -> dict[Tensor, frozenset[int]]:
-    """The stages that hold each parameter and buffer. Not collective.
-
-    A block's are held by its stage. Modules that were registered before the first block belong to the first stage, and
-    those after the last block to the last one. All stages hold what is registered elsewhere. A tied parameter is held
-    by the stages of all its modules.
-    """
-    before, after, others = _zones(module, blocks)
-    of_module = {part: {0} for part in before} | {part: {stages.count - 1} for part in after}
-    of_module |= {part: set(range(stages.count)) for part in others}
-    for number, block in enumerate(blocks):
-        of_module |= {part: {stages.stage_of(number)} for part in block.modules()}
+def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> dict[Tensor, tuple[int, ...]]:
+    """The ranks that hold each parameter and buffer. All ranks hold what is in no block."""
+    of_block = {part: stages.rank_of(stages.stage_of(n)) for n, block in enumerate(blocks) for part in block.modules()}
     found: dict[Tensor, set[int]] = {}
-    for part, own in of_module.items():
+    for part in module.modules():
+        ranks = {of_block[part]} if part in of_block else set(range(stages.ranks))
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-            found.setdefault(tensor, set()).update(own)
-    return {tensor: frozenset(own) for tensor, own in found.items()}
+            found.setdefault(tensor, set()).update(ranks)
+    return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}
 
 
-def replace_parameter(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
     """Puts a parameter in the place of another one, wherever the module has it."""
     take_over_attributes(old, new)
     for part in module.modules():
@@ -95,7 +77,7 @@ def replace_parameter(module: nn.Module, old: Tensor, new: nn.Parameter) -> None
                 setattr(part, name, new)
 
 
-def without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
+def _without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
     """A parameter of the same shape without memory. What is computed with it has a shape and no values, either."""
     with fake_mode():
         values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
@@ -108,82 +90,120 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def share_out(
-    module: nn.Module, held: Collection[Tensor], group: dist.ProcessGroup, device: torch.device
-) -> dict[Tensor, Tensor]:
-    """Gives each rank rank 0's values of the parameters that it holds, and no memory for all others. Collective.
+def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives each rank rank 0's values of what it holds, and no memory for other parameters. Collective.
 
     Rank 0 has all values. Other ranks may have the module on the meta device. Each rank receives all values once.
-
-    Args:
-        module: The module.
-        held: The parameters that this rank holds.
-        group: The ranks of the pipeline.
-        device: The device on which the module is to train.
-
-    Returns:
-        The module's new parameters, by the old ones.
-
-    Raises:
-        ValueError: A parameter on rank 0 has no values.
     """
     is_first = dist.get_rank(group) == 0
-    new: dict[Tensor, Tensor] = {}
     for name, old in list(module.named_parameters()):
         if is_first and not has_memory(old):
             raise ValueError(f"{name!r} has no values on rank 0. Make the module on the host there, with its weights.")
         values = old.detach().to(device) if is_first else torch.empty(old.shape, dtype=old.dtype, device=device)
         values = values.contiguous()
         dist.broadcast(values, group=group, group_src=0)
-        if old in held and has_memory(old):
+        if old not in held:
+            _replace(module, old, _without_memory(old, device))
+        elif has_memory(old):
             old.data = values
-            new[old] = old
         else:
-            held_anew = old in held
-            made = nn.Parameter(values, old.requires_grad) if held_anew else without_memory(old, device)
-            replace_parameter(module, old, made)
-            new[old] = made
+            _replace(module, old, nn.Parameter(values, requires_grad=old.requires_grad))
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             values = buffer.to(device) if is_first or has_memory(buffer) else torch.empty_like(buffer, device=device)
-            values = values.contiguous()
-            setattr(part, name, values)
-            dist.broadcast(values, group=group, group_src=0)
-    return new
+            setattr(part, name, values.contiguous())
+            dist.broadcast(getattr(part, name), group=group, group_src=0)
 
 
 class HeldParts:
-    """What this rank holds of a module that is cut into stages.
+    """What each rank holds of a module that is cut into stages: its blocks, and what is in no block.
+
+    At first all ranks hold what is in no block, such as embeddings and the head. The first step shows which ranks use
+    it, and :meth:`settle` leaves it to them. Collective.
 
     Args:
-        module: The module, when parameters have been shared out.
+        module: The module. Its parameters are shared out.
         blocks: All its blocks by their names.
         stages: How blocks and ranks are divided.
         group: The ranks of the pipeline.
+        device: The device on which the module is to train.
+
+    Raises:
+        ValueError: A parameter on rank 0 has no values.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: dict[str, nn.Module], stages: Stages, group: dist.ProcessGroup
+        self,
+        module: nn.Module,
+        blocks: dict[str, nn.Module],
+        stages: Stages,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
-        self.stages_of = stages_of_tensors(module, list(blocks.values()), stages)
-        """The stages that hold each parameter and buffer."""
-        self.ranks_of = {
-            tensor: tuple(sorted({stages.rank_of(stage) for stage in own})) for tensor, own in self.stages_of.items()
-        }
-        """The ranks that hold each of them."""
-        own = [stages.stage_of(number) in stages.of_rank(self._rank) for number in range(len(blocks))]
+        self._module, self._group, self._device = module, group, device
+        self._blocks, self._stages = list(blocks.values()), stages
+        self._rank = rank = dist.get_rank(group)
+        before = _ranks_of(module, self._blocks, stages)
+        _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, group, device)
+        self.ranks_of = _ranks_of(module, self._blocks, stages)
+        """The ranks that hold each parameter and buffer."""
+        own = [stages.rank_of(stages.stage_of(number)) == rank for number in range(len(blocks))]
         self.own_blocks = {name: one for (name, one), is_own in zip(blocks.items(), own, strict=True) if is_own}
-        self.shared = [
-            (parameter, self.ranks_of[parameter])
-            for parameter in module.parameters()
-            if len(self.ranks_of[parameter]) > 1 and self._rank in self.ranks_of[parameter]
-        ]
-        """This rank's parameters that other ranks hold, too, with these ranks."""
+
+    @property
+    def _shared(self) -> list[nn.Parameter]:
+        """The parameters that several ranks hold, in the same order on all."""
+        return [one for one in self._module.parameters() if len(self.ranks_of[one]) > 1]
+
+    @property
+    def _outer_buffers(self) -> list[Tensor]:
+        return [one for one in self._module.buffers() if len(self.ranks_of[one]) > 1]
+
+    def of_stage(self, stage: int) -> list[nn.Parameter]:
+        """The parameters with which a stage of this rank computes."""
+        blocks = [self._blocks[number] for number in self._stages.blocks(stage)]
+        outer = [one for one in self._module.parameters() if self._rank in self.ranks_of[one]]
+        within = {one for block in self._blocks for one in block.parameters()}
+        own = dict.fromkeys(one for block in blocks for one in block.parameters())
+        return [*own, *(one for one in outer if one not in within)]
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank counts a parameter: one of those that hold it does."""
         return self.ranks_of[parameter][0] == self._rank
+
+    def versions(self) -> list[int]:
+        """How often each buffer that all ranks hold has been written on this rank."""
+        return [version_of(buffer) for buffer in self._outer_buffers]
+
+    def settle(self, versions: Sequence[int], control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
+        """Leaves each parameter that all ranks hold to the ranks that have used it in a step. Collective.
+
+        A parameter without any gradient stays on all ranks: none of them changes it. A buffer counts on the first rank
+        that has written it.
+
+        Args:
+            versions: What :meth:`versions` was before the step.
+            control: The ranks of the pipeline. Messages are in host memory.
+
+        Returns:
+            The module's new parameters without memory, by those that this rank does not hold any longer.
+        """
+        written = [now > before for now, before in zip(self.versions(), versions, strict=True)]
+        flags = all_gather_object(([one.grad is not None for one in self._shared], written), control)
+        dropped: dict[Tensor, nn.Parameter] = {}
+        for buffer, by_rank in zip(self._outer_buffers, zip(*(one[1] for one in flags), strict=True), strict=True):
+            if any(by_rank):
+                self.ranks_of[buffer] = (by_rank.index(True),)
+        for parameter, by_rank in zip(self._shared, zip(*(one[0] for one in flags), strict=True), strict=True):
+            used = tuple(rank for rank in self.ranks_of[parameter] if by_rank[rank])
+            if not used:
+                continue
+            self.ranks_of[parameter] = used
+            if self._rank not in used:
+                new = dropped[parameter] = _without_memory(parameter, self._device)
+                _replace(self._module, parameter, new)
+                self.ranks_of[new] = self.ranks_of.pop(parameter)
+        return dropped
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -191,13 +211,35 @@ class HeldParts:
 
         A rank that has computed none adds zeros. If no rank has, there is none.
         """
-        for ranks in sorted({ranks for _, ranks in self.shared}):
-            alike = [parameter for parameter, own in self.shared if own == ranks]
+        for ranks in sorted({self.ranks_of[one] for one in self._shared}):
+            if self._rank not in ranks:
+                continue
+            alike = [one for one in self._shared if self.ranks_of[one] == ranks]
             group = subgroup(self._group, ranks)
-            used = torch.tensor([one.grad is not None for one in alike], dtype=torch.int32, device=alike[0].device)
+            used = torch.tensor([one.grad is not None for one in alike], dtype=torch.int32, device=self._device)
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
             for parameter, is_used in zip(alike, used.tolist(), strict=True):
                 if is_used:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     dist.all_reduce(gradient, group=group)
                     parameter.grad = gradient
+
+    @torch.no_grad()
+    def make_whole(self, state: dict[str, Any]) -> dict[Tensor, nn.Parameter]:
+        """Gives rank 0 the whole module again, on the host. Not collective.
+
+        Args:
+            state: The module's gathered state.
+
+        Returns:
+            The new parameters, by those that had no memory.
+        """
+        made: dict[Tensor, nn.Parameter] = {}
+        for name, parameter in list(self._module.named_parameters()):
+            if not has_memory(parameter):
+                made[parameter] = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
+                _replace(self._module, parameter, made[parameter])
+        for name, buffer in self._module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+        return made

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
+from lightning_parstrat.distributed.pipeline.holders import HeldParts
 
 _CLASSES = {
     "1f1b": "1F1B",
@@ -110,7 +111,7 @@ class Pipeline:
     Args:
         cut: Runs a step in stages.
         stages: How blocks and ranks are divided.
-        holders: The stages that hold each parameter and buffer.
+        parts: What this rank holds of the module.
         schedule: The name of a schedule.
         micro_batches: Their number in a step.
         group: The ranks of this pipeline.
@@ -124,13 +125,13 @@ class Pipeline:
         self,
         cut: CutModule,
         stages: Stages,
-        holders: dict[Tensor, frozenset[int]],
+        parts: HeldParts,
         schedule: str,
         micro_batches: int,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._cut, self._stages, self._holders = cut, stages, holders
+        self._cut, self._stages, self._parts = cut, stages, parts
         self._name, self._micro_batches, self._group, self._device = schedule, micro_batches, group, device
         self._rank = dist.get_rank(group)
         self.last_rank = stages.rank_of(stages.count - 1)
@@ -179,20 +180,24 @@ class Pipeline:
     def _make_schedule(self) -> None:
         self._torch_stages = [self._make_stage(stage) for stage in self.own]
         given: Any = self._torch_stages if takes_many(self._name) else self._torch_stages[0]
-        self._schedule = get_schedule_class(_CLASSES[self._name])(
-            given, self._micro_batches, loss_fn=lambda output, _: output, scale_grads=False
-        )
+        make = get_schedule_class(_CLASSES[self._name])
+        try:
+            self._schedule = make(given, self._micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
+        except ValueError as error:
+            raise ValueError(
+                f"schedule={self._name!r} of {self._stages.count} stages does not take microbatches="
+                f"{self._micro_batches}: {error} Set another number of micro-batches, or another schedule."
+            ) from error
 
     def _make_stage(self, stage: int) -> _Shaped:
         own, is_last = self._stages.blocks(stage), stage == self._stages.count - 1
-        held = [parameter for parameter, stages in self._holders.items() if stage in stages]
 
         def run(received: Sequence[Tensor], number: int) -> Any:
             return self._run(stage, received if own.start else (), number)
 
         start = torch.zeros(1, 1, device=self._device)
         return _Shaped(
-            _StageModule(run, [one for one in held if isinstance(one, nn.Parameter)]),
+            _StageModule(run, self._parts.of_stage(stage)),
             stage,
             self._stages.count,
             self._device,
@@ -221,7 +226,9 @@ class Pipeline:
         except Exception as error:
             self.fault = error
         # Other ranks do not know of a fault yet. They get zeros that depend on what was received, for the backward.
-        given = [one for one in received if one.requires_grad] or self._trained(stage)
+        given = [one for one in received if one.requires_grad] or [
+            one for one in self._parts.of_stage(stage) if one.requires_grad
+        ]
         zero: Any = sum(one.float().sum() * 0 for one in given[:1])
         if is_last:
             return torch.zeros((), device=self._device) + zero
@@ -231,8 +238,9 @@ class Pipeline:
             for one in _tensors(self._shapes[number][end])
         )
 
-    def _trained(self, stage: int) -> list[Tensor]:
-        return [one for one, stages in self._holders.items() if stage in stages and one.requires_grad]
+    def settle(self) -> None:
+        """Makes the schedule anew for the next step, as this rank holds other parameters now."""
+        self._schedule = None
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
         """See :meth:`CutModule.shapes`."""

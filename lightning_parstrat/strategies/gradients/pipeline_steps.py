@@ -3,24 +3,28 @@
 import functools
 import inspect
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parstrat.core.micro_batches import count_samples, cut_batch, join_outputs, mean_over, signature
 from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed, replayed
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
+from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 _SHAPES_KEPT = 64
 """The shapes that blocks return are remembered for batches of so many different shapes."""
@@ -39,11 +43,13 @@ class _Told(NamedTuple):
 
     Attributes:
         fault: What has failed.
+        left: Where its blocks leave tensors for others.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
     """
 
     fault: str | None
+    left: list[str]
     result: Any
     calls: list[_Call]
 
@@ -66,6 +72,7 @@ class PipelineSteps:
         self._control, self._micro_batches = control, micro_batches
         self._has_trained = False
         self._shapes: dict[Any, list[Any]] = {}
+        self._left, self._has_told_left = LeftTensors(parts.own_blocks), False
 
     @property
     def _module(self) -> Any:
@@ -86,6 +93,7 @@ class PipelineSteps:
         context = self._strategy.precision_plugin.train_step_context
 
         def step(number: int, is_last: bool) -> Any:
+            self._look_at_left(number)
             with taken.taking(number, is_last), context():
                 return self._module.training_step(micro_batches[number], *args)
 
@@ -101,20 +109,31 @@ class PipelineSteps:
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        left = None if self._has_trained else LeftTensors(self._parts.own_blocks)
+        versions = self._parts.versions()
         with _random_numbers() as seed:
             self._pipeline.train(step, loss, shapes, seed)
-        if left is not None and self._pipeline.fault is None:
-            self._pipeline.fault = left.fault()
-        self._has_trained = True
-        told = self._tell(losses, taken.joined(sizes))
+        if not self._has_trained and self._pipeline.fault is None:
+            self._pipeline.fault = self._left.fault()
+        last = self._tell(losses, taken.joined(sizes))[self._pipeline.last_rank]
+        if not self._has_trained and all(weight for _, weight in last.result.values()):
+            self._settle(versions)
+            self._has_trained = True
         self._parts.sum_gradients()
         gradients = [(one, one.grad) for one in parameters if one.grad is not None]
         for one, gradient in zip(parameters, before, strict=True):
             one.grad = gradient
-        last = told[self._pipeline.last_rank]
         taken.log(last.calls)
         return self._output(last.result, gradients)
+
+    def _look_at_left(self, number: int) -> None:
+        # What a block keeps, such as a table, is there after the first micro-batch, and stays.
+        if number == 1 and not self._has_told_left:
+            self._left.look()
+
+    def _settle(self, versions: Sequence[int]) -> None:
+        """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
+        replace_stepped(self._strategy.optimizers, self._parts.settle(versions, self._control))
+        self._pipeline.settle()
 
     def _output(self, losses: Mapping[int, tuple[Tensor, float]], gradients: list[tuple[Tensor, Tensor]]) -> Any:
         values, weights = zip(*losses.values(), strict=True)
@@ -144,6 +163,7 @@ class PipelineSteps:
         context = getattr(plugin, f"{name.removesuffix('idation_step').removesuffix('_step')}_step_context")
 
         def step(number: int, is_last: bool) -> Any:
+            self._look_at_left(number)
             with taken.taking(number, is_last), context():
                 return getattr(self._module, name)(micro_batches[number], *args)
 
@@ -185,11 +205,19 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
+            [] if self._has_told_left or self._micro_batches == 1 else self._left.places(),
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
+        self._has_told_left = True
+        places = [place for one in told for place in one.left]
+        if places:
+            rank_zero_warn(
+                f"Blocks leave tensors on their modules, which other ranks do not see: {listed(places)}. What reads"
+                " them on another rank reads old values, or none."
+            )
         return told
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
@@ -198,6 +226,15 @@ class PipelineSteps:
         for rank, fault in enumerate(faults):
             if fault is not None:
                 raise PipelineError(f"rank {rank}: {fault}")
+
+
+def replace_stepped(optimizers: Iterable[Optimizer], replaced: Mapping[Tensor, nn.Parameter]) -> None:
+    """Lets optimizers step other parameters, which have no state yet."""
+    for optimizer in map(unwrapped, optimizers):
+        for old in replaced.keys() & optimizer.state.keys():
+            del optimizer.state[old]
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(one, one) for one in group["params"]]
 
 
 def _loss_and_weight(output: Any) -> tuple[Tensor, float | None]:

@@ -1,0 +1,144 @@
+"""Modules whose blocks are divided into stages, and their trainings."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import CatMetric, SumMetric
+
+from lightning_parstrat import PipelineStrategy
+from lightning_parstrat.distributed.pipeline.holders import has_memory
+from tests.strategies import zoo
+from tests.strategies.parity import Recorder, Run, make_trainer
+
+WIDTH, WORDS, SAMPLES, BATCH, MICRO = 16, 24, 30, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(zoo.Zoo):
+    """A language model with a tied matrix, and a parameter that no layer has. The last batch of an epoch is short."""
+
+    dropout = 0.0
+    block: Any = Block
+
+    def build(self) -> None:
+        self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.position = nn.Parameter(torch.randn(zoo.FEATURES - 1, WIDTH) / 10)
+        self.blocks = nn.ModuleList(type(self).block(self.dropout) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) + self.position[: tokens.shape[1]]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        tokens = (batch.abs() * 10).long() % WORDS
+        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.compute_loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        self.log("samples", float(len(batch)), reduce_fx="sum")
+        return loss
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        tokens = (batch.abs() * 10).long() % WORDS
+        return {"logits": self.logits(tokens[:, :-1]), "first": tokens[:, 0].tolist()}
+
+
+class DropsOut(Model):
+    dropout = 0.2
+
+
+class Lengths(Model):
+    """Batches of other lengths."""
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch[:, : 6 + int(batch[0, 0].abs() * 100) % 3]
+
+
+class Weighted(Model):
+    """Samples count if their first number is positive. If a micro-batch has none, its loss is NaN."""
+
+    least = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        weights = (batch[:, 0] > 0).float()
+        tokens = (batch.abs() * 10).long() % WORDS
+        losses = F.cross_entropy(self.logits(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+        return {"loss": (losses * weights).sum() / weights.sum().clamp(min=self.least), "loss_weight": weights.sum()}
+
+
+class Measured(Model):
+    """Logs metrics and numbers."""
+
+    def build(self) -> None:
+        super().build()
+        self.total, self.all = SumMetric(), CatMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.compute_loss(batch)
+        self.total.update(batch.sum())
+        self.all.update(loss)
+        self.log("total", self.total)
+        self.log_dict({"val": loss, "twice": 2 * loss}, batch_size=len(batch))
+        self.log("most", batch.max(), reduce_fx="max")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.all.compute().mean())
+
+
+class WithStates(Recorder):
+    """Notes parameters that this rank has, and the bytes that it holds of them and of optimizer state."""
+
+    held = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.parameters.append([one.detach().clone() for one in pl_module.parameters() if has_memory(one)])
+        self.losses.append((outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        own = [one for one in pl_module.parameters() if has_memory(one)]
+        self.names = {name for name, one in pl_module.named_parameters() if has_memory(one)}
+        states = [one for state in trainer.optimizers[0].state.values() for one in state.values() if one.dim()]
+        self.held = sum(one.nbytes for one in [*own, *states])
+
+
+def pipeline(**arguments: Any) -> PipelineStrategy:
+    return PipelineStrategy(**{"microbatches": MICRO, "partial_window": "lightning", **arguments})
+
+
+def fit(
+    module: type[zoo.Zoo], optimizer: Any, strategy: dict[str, Any] | None, epochs: int = 2, **arguments: Any
+) -> tuple[Run, WithStates]:
+    """Trains in stages, or on a single device (None)."""
+    torch.manual_seed(0)
+    made, recorder = module(optimizer), WithStates()
+    callbacks = [recorder, *arguments.pop("callbacks", [])]
+    chosen = None if strategy is None else pipeline(**strategy)
+    trainer = make_trainer(chosen, callbacks=callbacks, max_epochs=epochs, **arguments)
+    dtype = torch.float64 if arguments.get("precision") == "64-true" else torch.float32
+    data = zoo.loader(SAMPLES, BATCH, dtype)
+    trainer.fit(made, data, data)
+    return Run(recorder.parameters, recorder.losses, made, trainer), recorder
+
+
+def rank() -> int:
+    return dist.get_rank()

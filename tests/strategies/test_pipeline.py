@@ -1,0 +1,345 @@
+"""A module in stages: trainings equal those of one process, and what cannot be cut is refused on all ranks."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
+from lightning_parstrat.errors import PipelineError
+from tests.comparing import distance
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies import zoo
+from tests.strategies.cases import CLIP, WINDOW, fused, plain_sgd
+from tests.strategies.parity import make_trainer, zero1
+from tests.strategies.pipelines import (
+    BATCH,
+    MICRO,
+    SAMPLES,
+    WIDTH,
+    Block,
+    DropsOut,
+    Lengths,
+    Measured,
+    Model,
+    Weighted,
+    fit,
+    pipeline,
+)
+
+
+class HeadFirst(Model):
+    """The head was registered before the blocks."""
+
+    def build(self) -> None:
+        super().build()
+        own = dict(self.named_children())
+        for name in own:
+            delattr(self, name)
+        self.last = nn.Linear(WIDTH, 24)
+        for name, child in own.items():
+            setattr(self, name, child)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Case(NamedTuple):
+    """A training in stages, and how far it may be from its oracle: one process."""
+
+    module: type[zoo.Zoo] = Model
+    optimizer: Any = plain_sgd
+    tolerance: float = 2e-6
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+    ranks: tuple[int, ...] = (2,)
+    alone_in_stages: bool = False
+    """Whether the oracle is a pipeline of one rank: random numbers are drawn for each block and micro-batch."""
+
+
+CASES = {
+    "1f1b": Case(ranks=(1, 2, 3, 4)),
+    "clipped": Case(trainer=CLIP, ranks=(2, 4)),
+    "head first": Case(HeadFirst),
+    "accumulated": Case(trainer={**CLIP, **WINDOW}),
+    "lengths": Case(Lengths, ranks=(2, 3)),
+    "adamw": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer=CLIP),
+    "fused": Case(optimizer=fused, tolerance=2e-5, trainer=CLIP),
+    "dropout": Case(DropsOut, ranks=(2, 4), alone_in_stages=True),
+    "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
+    "uneven": Case(strategy={"stages": [3, 1]}, trainer=CLIP),
+    "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),
+    **{
+        schedule: Case(Lengths, trainer=CLIP, strategy={"schedule": schedule}, ranks=(2,))
+        for schedule in ("gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
+    },
+}
+QUICK = {("1f1b", 2), ("accumulated", 2), ("lengths", 3), ("adamw", 2), ("interleaved", 2), ("zero_bubble", 2)}
+TRAININGS = [(name, ranks) for name, case in CASES.items() for ranks in case.ranks]
+
+
+def train(name: str, oracle: bool) -> tuple[list[dict[str, Tensor]], list[Tensor], dict[str, Tensor]]:
+    """The weights after the training on rank 0, each step's loss, and what was logged."""
+    case = CASES[name]
+    strategy = None if oracle and not case.alone_in_stages else case.strategy
+    run, _ = fit(case.module, case.optimizer, strategy, **case.trainer)
+    weights = {key: one for key, one in run.module.state_dict().items()} if dist.get_rank() == 0 else {}
+    return [weights], run.losses, dict(run.trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(("name", "ranks"), slow_unless(lambda *one: one in QUICK, TRAININGS))
+def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> None:
+    ((expected, losses, logged),) = pool.run(1, train, name, True)
+    found = pool.run(ranks, train, name, False)
+    assert distance(found[0][0], expected) <= CASES[name].tolerance
+    for _, own_losses, own_logged in found:
+        assert distance(own_losses, losses) <= 1e-5
+        assert own_logged.keys() == logged.keys()
+        assert distance(own_logged, logged) <= 1e-5
+
+
+def rounded(stages: bool) -> Any:
+    """A training in bf16-mixed: in stages, or as one process that accumulates the same micro-batches."""
+    torch.manual_seed(0)
+    module = Model(plain_sgd)
+    strategy = pipeline() if stages else None
+    trainer = make_trainer(strategy, precision="bf16-mixed", accumulate_grad_batches=1 if stages else MICRO)
+    trainer.fit(module, zoo.loader(24, BATCH if stages else BATCH // MICRO))
+    return module.state_dict() if dist.get_rank() == 0 else None
+
+
+class NeverNothing(Weighted):
+    least = 1
+
+
+def weighed(stages: bool) -> Any:
+    """A training whose losses have weights: in stages, or as one process that accumulates micro-batches of two."""
+    torch.manual_seed(0)
+    module = (Weighted if stages else NeverNothing)(plain_sgd)
+    strategy = pipeline(partial_window="exact") if stages else ZeRO1Strategy()
+    trainer = make_trainer(strategy, accumulate_grad_batches=2 if stages else 8, max_epochs=2)
+    trainer.fit(module, zoo.loader(SAMPLES, BATCH if stages else 2))
+    return module.state_dict() if dist.get_rank() == 0 else None
+
+
+@pytest.mark.slow
+def test_loss_weights_count_over_micro_batches(pool: RankPool) -> None:
+    (expected,) = pool.run(1, weighed, False)
+    assert distance(pool.run(2, weighed, True)[0], expected) <= 2e-6
+
+
+@pytest.mark.slow
+def test_bf16_mixed_is_that_of_one_process(pool: RankPool) -> None:
+    (expected,) = pool.run(1, rounded, False)
+    assert distance(pool.run(2, rounded, True)[0], expected) <= 5e-4
+
+
+def held() -> tuple[int, set[str]]:
+    _, recorder = fit(Model, zoo.adamw, {})
+    return recorder.held, recorder.names
+
+
+def test_a_rank_holds_its_stages_alone(pool: RankPool) -> None:
+    (first, names), (last, others) = pool.run(2, held)
+    # Each of the two is told apart in the first step by what has used it.
+    assert names & others == {"embedding.weight"} and "position" in names and "norm.weight" in others
+    assert {name.split(".")[1] for name in names if "blocks" in name} == {"0", "1"}
+    sizes = {name: one.nbytes for name, one in Model().named_parameters()}
+    for found, own in ((first, names), (last, others)):
+        assert found == 3 * sum(sizes[name] for name in own)
+
+
+# Evaluation.
+
+
+def evaluate(stages: bool) -> Any:
+    torch.manual_seed(0)
+    module, trainer = Measured(), make_trainer(pipeline() if stages else None)
+    data = zoo.loader(SAMPLES, BATCH)
+    (validated,) = trainer.validate(module, data, verbose=False)
+    predicted = trainer.predict(module, data)
+    return validated, predicted
+
+
+def test_evaluates_as_one_process_does(pool: RankPool) -> None:
+    ((validated, predicted),) = pool.run(1, evaluate, False)
+    for own_validated, own_predicted in pool.run(2, evaluate, True):
+        assert own_validated == pytest.approx({**validated, "mean": own_validated["mean"]}, rel=1e-5)
+        # Micro-batches of the last batch differ in size.
+        assert own_validated["mean"] == pytest.approx(validated["mean"], rel=1e-2)
+        assert distance([one["logits"] for one in own_predicted], [one["logits"] for one in predicted]) <= 1e-5
+        assert [one["first"] for one in own_predicted] == [one["first"] for one in predicted]
+
+
+# Checkpoints.
+
+ROUTES: dict[str, tuple[Any, int]] = {
+    "2 stages": (pipeline, 2),
+    "3 stages": (pipeline, 3),
+    "interleaved": (lambda: pipeline(schedule="interleaved"), 2),
+    "zero1": (zero1, 1),
+    "single": (lambda: None, 1),
+}
+SAVED_AND_RESUMED = [
+    ("2 stages", "3 stages"),
+    ("2 stages", "single"),
+    ("single", "2 stages"),
+    ("interleaved", "zero1"),
+    ("2 stages", "2 stages"),
+]
+
+
+def resume(name: str, epochs: int, resumed: str | None, saved: str | None) -> Any:
+    torch.manual_seed(0 if resumed is None else 1)
+    trainer = make_trainer(ROUTES[name][0](), max_epochs=epochs, gradient_clip_val=0.05)
+    module = Model(zoo.adamw)
+    trainer.fit(module, zoo.loader(SAMPLES, BATCH), ckpt_path=resumed, weights_only=False)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    return module.state_dict() if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), slow_unless(lambda *one: one == ("2 stages", "3 stages"), SAVED_AND_RESUMED)
+)
+def test_a_checkpoint_resumes_under_any_number_of_stages(
+    pool: RankPool, tmp_path: Path, source: str, target: str
+) -> None:
+    saved = str(tmp_path / "one.ckpt")
+    expected = pool.run(1, resume, "single", 2, None, None)[0]
+    pool.run(ROUTES[source][1], resume, source, 1, None, saved)
+    assert distance(pool.run(ROUTES[target][1], resume, target, 2, saved, None)[0], expected) <= 2e-5
+
+
+# What cannot be cut.
+
+
+class Skips(Model):
+    """The last block gets what the first one has computed."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        outputs = [self.embed(tokens)]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1]))
+        return self.head(self.norm(outputs[-1] + outputs[1]))
+
+
+class Decides(Model):
+    """Code decides by what the embedding returns."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded = super().embed(tokens)
+        return embedded if embedded.sum() > -1e9 else embedded * 2
+
+
+class Leaves(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+class Penalised(Model):
+    """Blocks leave tensors for the loss."""
+
+    block = Leaves
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + sum(getattr(block, "penalty", 0.0) for block in self.blocks)
+
+
+class Twice(Model):
+    """A block is called again."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Fails(Model):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        loss = super().compute_loss(batch)
+        raise ArithmeticError("the user's own")
+        return loss
+
+
+class ByHand(Model):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+
+class NoTensor(Model):
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
+        return {"samples": batch, "table": torch.zeros(3, 2)}
+
+
+class Refused(NamedTuple):
+    """A training, and the text of its error on rank 0 and 1."""
+
+    module: type[zoo.Zoo]
+    text: str
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    optimizer: Any = plain_sgd
+
+
+REFUSED = {
+    "skip": Refused(Skips, "what another stage computes"),
+    "decision": Refused(Decides, "reads or decides by values that another stage computes"),
+    "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
+    "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
+    "user's error": Refused(Fails, "the user's own"),
+    "manual": Refused(ByHand, "optimizes manually"),
+    "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
+    "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
+    "few micro-batches": Refused(Model, "1f1b.*microbatches=1", {"microbatches": 1}),
+    "stages": Refused(Model, r"stages=\[1, 1, 2\] are 3 for 2 ranks", {"stages": [1, 1, 2]}),
+    "sum of stages": Refused(Model, r"stages=\[1, 1\] are 2 blocks, and the module has 4", {"stages": [1, 1]}),
+    "one stage a rank": Refused(Model, "needs a multiple of 2", {"schedule": "interleaved", "stages": [2, 2]}),
+    "no blocks": Refused(zoo.Recurrent, "has 0 blocks"),
+    "16-mixed": Refused(Model, "no loss scale", trainer={"fp16": True}),
+    "lbfgs": Refused(Model, "evaluates the loss again", optimizer=torch.optim.LBFGS),
+}
+
+
+def refuse(name: str) -> str:
+    row = REFUSED[name]
+    try:
+        fit(row.module, row.optimizer, row.strategy, **row.trainer)
+    except (PipelineError, MisconfigurationException, ValueError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("skip", "left tensors", "stages"), REFUSED))
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(pool: RankPool, name: str) -> None:
+    for message in pool.run(2, refuse, name):
+        assert re.search(REFUSED[name].text, message), message
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"stages": [2, 0]}, "stages"),
+    ({"stages": "two"}, "stages"),
+    ({"microbatches": 0}, "microbatches"),
+    ({"schedule": "2f2b"}, "1f1b"),
+    ({"state_dict_type": "sharded"}, "state_dict_type='full'"),
+    ({"rank_shares": [1, 2]}, "rank_shares='equal'"),
+    ({"keep_global_batch": True}, "keep_global_batch=False"),
+]
+
+
+def test_arguments_are_checked() -> None:
+    for arguments, text in ARGUMENTS:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            PipelineStrategy(**arguments)
