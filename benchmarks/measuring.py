@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.emulated import EmulatedDecoder
 from benchmarks.gpt import Decoder, RandomTokens
-from benchmarks.peers import SINGLE_PROCESS, make_module, make_strategy, reason_to_leave_out
+from benchmarks.peers import SINGLE_PROCESS, WHOLE_BATCH, make_module, make_strategy, reason_to_leave_out
 from benchmarks.quiet import QUIET
 from lightning_parstrat.distributed.comm.collectives import Traffic
 
@@ -159,7 +159,7 @@ def fit(name: str, arguments: argparse.Namespace, callbacks: list[Callback]) -> 
     """Trains for the steps that ``arguments`` name, under that strategy."""
     decoder = make_decoder(arguments)
     ranks = arguments.num_nodes * arguments.devices
-    alone = name == SINGLE_PROCESS
+    alone = name in (SINGLE_PROCESS, WHOLE_BATCH[1])
     steps = arguments.warm_up + arguments.steps
     trainer = Trainer(
         accelerator="cpu",
@@ -173,7 +173,9 @@ def fit(name: str, arguments: argparse.Namespace, callbacks: list[Callback]) -> 
         **QUIET,
     )
     data = RandomTokens(steps * arguments.batch_size * ranks)
-    trainer.fit(make_module(name, decoder), DataLoader(data, batch_size=arguments.batch_size))
+    # The stages of a pipeline share the batch that other ranks divide.
+    batch_size = arguments.batch_size * (ranks if name in WHOLE_BATCH else 1)
+    trainer.fit(make_module(name, decoder), DataLoader(data, batch_size=batch_size))
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"
 FSDP2_BY_HAND = "fsdp2_by_hand"
+WHOLE_BATCH = ("pipeline_custom", "single_process(whole batch)")
+"""What trains on the batch of all ranks."""
 WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
 FORMATS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -105,7 +107,7 @@ def make_strategy(name: str, ranks: int) -> Strategy | str:
         return "ddp"
     if name in ("fsdp2", FSDP2_BY_HAND):
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if name == SINGLE_PROCESS:
+    if name in (SINGLE_PROCESS, WHOLE_BATCH[1]):
         return SingleDeviceStrategy(device=torch.device("cpu"))
     if name in FORMATS and name != "ddp":
         return ZeRO1Strategy(**FORMATS[name])

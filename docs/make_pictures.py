@@ -3,7 +3,7 @@
     python docs/make_pictures.py [folder]
 
 Nothing is measured here. Timelines show a step of a small model under a cost model: a latency, and a time per byte.
-Bars show the result files of the benchmarks.
+That of a pipeline, and bars, show the result files of the benchmarks.
 """
 
 import json
@@ -170,6 +170,18 @@ def unequal_step(title: str, samples: Sequence[int]) -> Timeline:
     return Timeline(title, bars, [], waits)
 
 
+def pipeline_step() -> Timeline:
+    """A measured step of two stages: the micro-batches that each runs forward and backward."""
+    spans = json.loads((RESULTS / "pipeline_schedule.json").read_text())["spans"]
+    colors = {"forward": COLORS[0], "backward": COLORS[2]}
+    bars = [
+        Bar(f"rank {rank}", begin, end, colors[kind], str(number))
+        for rank, of_rank in enumerate(spans)
+        for kind, number, begin, end in of_rank
+    ]
+    return Timeline("1f1b: forwards in blue, backwards in green", bars, [], [])
+
+
 def default_stops(nbytes: Sequence[int]) -> list[int]:
     """Where torch's default ends a bucket: the first as soon as it holds 1 MiB, the others 25."""
     stops, held, cap = [], 0, 1 * MIB
@@ -264,6 +276,7 @@ def main(folder: Path) -> None:
     draw([ddp_buckets(title, stops, nbytes, ready) for title, stops in buckets.items()], folder / "ddp_buckets.svg")
     shares = {"Equal shares": (8, 8), "rank_shares=[3, 1]": (12, 4)}
     draw([unequal_step(title, samples) for title, samples in shares.items()], folder / "unequal_step.svg")
+    draw([pipeline_step()], folder / "pipeline_step.svg")
     draw_results(folder)
 
 

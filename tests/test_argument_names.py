@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
+from lightning_parstrat import PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 
-OURS = (TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy)
+OURS = (PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy)
 
 
 @pytest.mark.parametrize("ours", [ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy])

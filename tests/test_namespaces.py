@@ -45,7 +45,7 @@ from {lightning} import Trainer
 for name, cls in (
     ("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy"),
     ("zero2_custom", "ZeRO2Strategy"), ("ddp_zero2", "ZeRO2Strategy"),
-    ("zero3_custom", "ZeRO3Strategy"), ("ddp_zero3", "ZeRO3Strategy"),
+    ("zero3_custom", "ZeRO3Strategy"), ("pipeline_custom", "PipelineStrategy"), ("ddp_zero3", "ZeRO3Strategy"),
 ):
     strategy = Trainer(strategy=name, accelerator="cpu", devices=1, {QUIET}).strategy
     print(type(strategy).__module__, type(strategy).__name__)
@@ -202,7 +202,9 @@ for (writer, loader), format in itertools.product((namespaces, namespaces[::-1])
 
 
 @pytest.mark.parametrize("lightning", OURS)
-@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy", "ZeRO2Strategy", "ZeRO3Strategy"])
+@pytest.mark.parametrize(
+    "name", ["ZeRO1Strategy", "TunedDDPStrategy", "ZeRO2Strategy", "ZeRO3Strategy", "PipelineStrategy"]
+)
 def test_the_wrong_trainer_refuses_and_says_what_to_write(lightning: str, name: str) -> None:
     packages = {"lightning.pytorch": lightning_parstrat, "pytorch_lightning": other_package}
     trainers = {"lightning.pytorch": Trainer, "pytorch_lightning": pytorch_lightning.Trainer}

@@ -7,7 +7,14 @@ import lightning.pytorch.strategies
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy, _autoload
+from lightning_parstrat import (
+    PipelineStrategy,
+    TunedDDPStrategy,
+    ZeRO1Strategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+    _autoload,
+)
 from lightning_parstrat.strategies.registry import register_strategies
 from tests.scripts import run_script
 
@@ -16,6 +23,7 @@ UNUSED = {"": None, "_find_unused_parameters_false": False, "_find_unused_parame
 CLASSES: dict[str, type] = {"ddp_tuned": TunedDDPStrategy}
 for number, cls in enumerate((ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy), 1):
     CLASSES |= dict.fromkeys((f"zero{number}_custom", f"zero{number}", f"ddp_zero{number}"), cls)
+CLASSES |= dict.fromkeys(("pipeline_custom", "pipeline", "ddp_pipeline"), PipelineStrategy)
 NAMES = [f"{name}{launcher}{unused}" for name, launcher, unused in product(CLASSES, LAUNCHERS, UNUSED)]
 OURS_OFF = {"LIGHTNING_PARSTRAT_AUTOLOAD": "0"}
 TORCHS_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -3,13 +3,14 @@
 import json
 import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
-from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
+from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, pipeline, zero1, zero3
 from lightning_parstrat.core.policy import DivisionPolicy, ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
@@ -24,7 +25,8 @@ fit it recommends the one that shards least. Activations are not counted: leave 
 
 With --config the numbers are those of the module of a LightningCLI configuration, which is made without memory for its
 parameters. --accumulate adds zero2_custom, which shards the gradients that are held between micro-batches.
---rank-shares shows what equal shares of the samples cost if ranks are unequally fast.
+--activations adds pipeline_custom, which sends them between stages, for a batch that all ranks share. --rank-shares
+shows what equal shares of the samples cost if ranks are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LAYERS = 32
@@ -53,6 +55,8 @@ def make_parser() -> ArgumentParser:
         type=positive,
         help="ranks that share layers under zero3_custom (default: the file's, or 1)",
     )
+    add("--activations", help="bytes that pass between two blocks for a batch, such as 2MB; shows pipeline_custom")
+    add("--microbatches", type=positive, default=4, help="micro-batches of a batch under pipeline_custom")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step (accumulate_grad_batches)")
     add("--rank-shares", type=float, nargs="+", help="how fast each rank is, as in rank_shares: 3 1")
     add("--json", action="store_true", help="print the result as JSON")
@@ -105,8 +109,9 @@ def footprints(training: Training) -> list[Footprint]:
     """The footprints of all strategies, from the least sharding to the most. One alone has tensor parallelism."""
     if training.tensor_ranks > 1:
         return [zero3(training)]
+    in_stages = [pipeline(training)] if training.activations and training.ranks > 1 else []
     of_zero = [zero1(training), *([zero1(training, True)] if training.micro_batches > 1 else [])]
-    return [ddp(training, tuned=False), ddp(training, tuned=True), *of_zero, zero3(training)]
+    return [ddp(training, tuned=False), ddp(training, tuned=True), *of_zero, zero3(training), *in_stages]
 
 
 def recommend(rows: list[dict[str, Any]], training: Training, room: float | None) -> tuple[str | None, str]:
@@ -125,6 +130,9 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     if training.ranks == 1:
         return "none", "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
     choice, why = fitting[0], "It shards least of those that fit."
+    faster = _better_in_stages(by_name, fitting)
+    if faster is not None:
+        return "pipeline_custom", f"Recommended: strategy=pipeline_custom. {faster}"
     if room is None:
         choice, why = "zero1_custom", "No --memory was given, so it is not known what fits; it leaves more room."
     # The model of times cannot tell a difference below 2 %.
@@ -139,6 +147,21 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
         why = f"Only with parameters sharded, too, it fits; it sends {times_as_much:.1f} times as much as zero1_custom."
         why += " It is torch's FSDP2: some things are refused (docs/limits.md)."
     return choice, f"Recommended: strategy={choice}. {why}"
+
+
+def _better_in_stages(rows: Mapping[str, dict[str, Any]], fitting: list[str]) -> str | None:
+    """Why a pipeline is best: it alone fits, or it trains more samples a second than what else fits."""
+    if fitting == ["pipeline_custom"]:
+        return "It alone fits: each rank holds its stages alone."
+    speeds = {name: rows[name]["speed_up"] or 0.0 for name in fitting}
+    own = speeds.pop("pipeline_custom", 0.0)
+    best = max(speeds, key=lambda name: speeds[name])
+    if own <= 1.02 * speeds[best]:
+        return None
+    return (
+        f"It trains {own / speeds[best]:.1f} times as many samples a second as {best}: it sends activations, and no"
+        " gradients. All ranks have one batch (docs/pipeline.md)."
+    )
 
 
 def _what_would_fit(training: Training) -> str:
@@ -166,7 +189,9 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
         training = Training(parameters=count, unit=unit, tensor_ranks=arguments.tensor_parallel or 1, cut=count)
         optimizer = "AdamW"
     else:
-        training, optimizer = read_module(Path(arguments.config), arguments.model, arguments.tensor_parallel)
+        training, optimizer = read_module(
+            Path(arguments.config), arguments.model, arguments.tensor_parallel, arguments.world_size
+        )
     if arguments.world_size % training.tensor_ranks:
         raise UsageError(
             f"--tensor-parallel {training.tensor_ranks} does not divide --world-size {arguments.world_size}."
@@ -182,6 +207,8 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
         shard_ranks=groups.size,
         micro_batches=arguments.accumulate,
         precision=arguments.precision or training.precision,
+        activations=_quantity(arguments.activations, "--activations", "2MB")[0] if arguments.activations else 0.0,
+        pieces=arguments.microbatches,
     )
     # Plans are usually for GPUs, and the device hardly changes them.
     model_bytes, policy = training.parameters * training.widths.parameter, ShardingPolicy()
@@ -246,7 +273,10 @@ def _row(one: Footprint, room: float | None, rate: float | None, arguments: Name
         "sent_bytes": round(one.sent),
         "wire_seconds": None if rate is None else one.on_link / rate,
         "step_seconds": seconds,
-        "speed_up": None if seconds is None else arguments.world_size * arguments.compute_seconds / seconds,
+        # Ranks of a pipeline train one batch together.
+        "speed_up": None
+        if seconds is None
+        else arguments.world_size / one.stages * arguments.compute_seconds / seconds,
         "fits": None if room is None else one.peak <= room,
     }
 

@@ -18,6 +18,7 @@ from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
+from lightning_parstrat.distributed.pipeline.holders import largest_stage
 
 _ADAM_STATES = 2.0
 # By name, because an import of both packages of Lightning would be slow, and only one may be installed.
@@ -26,13 +27,14 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 """Lightning's short names of precisions."""
 
 
-def read_module(path: Path, class_path: str | None, tensor_ranks: int | None) -> tuple[Training, str]:
+def read_module(path: Path, class_path: str | None, tensor_ranks: int | None, ranks: int) -> tuple[Training, str]:
     """Creates the configuration's module on the meta device, and calls its ``configure_optimizers``.
 
     Args:
         path: The path of the configuration.
         class_path: The module's class, if the file does not give it.
         tensor_ranks: Ranks that share layers, instead of the number that the file has.
+        ranks: Number of ranks, for the stages of a pipeline.
 
     Returns:
         The training of one rank, and the name of its optimizer.
@@ -80,6 +82,7 @@ def read_module(path: Path, class_path: str | None, tensor_ranks: int | None) ->
         root=root,
         unit=unit,
         tensor_ranks=tensor_ranks,
+        stage=largest_stage(module, ranks),
         cut=sum(one.numel() for planned in layers for one in planned.layer.parameters()),
     )
     return training, optimizer

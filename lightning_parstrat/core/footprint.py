@@ -51,6 +51,9 @@ class Training:
         root: Elements that ``zero3_custom`` gathers from the beginning of a step to its end.
         unit: Elements of the largest unit that ``zero3_custom`` gathers by itself.
         in_flight: Bytes of gradients that may be in flight at a time under ``zero2_custom``.
+        stage: Trained elements of the largest stage under ``pipeline_custom``. By default, an equal part.
+        activations: Bytes of the activations that one stage sends for a batch. 0 if they are not known.
+        pieces: Micro-batches into which ``pipeline_custom`` cuts a batch.
     """
 
     parameters: int
@@ -67,6 +70,9 @@ class Training:
     root: int = 0
     unit: int = 0
     in_flight: int = 0
+    stage: int = 0
+    activations: float = 0.0
+    pieces: int = 4
 
     @property
     def ranks(self) -> int:
@@ -97,6 +103,8 @@ class Footprint(NamedTuple):
         reductions: How often a step reduces gradients.
         forwards: How many forwards of a step communication hides behind.
         behind_forward: The share of ``sent`` that is sent behind forwards.
+        stages: Ranks that divide one batch among them, instead of a batch each.
+        pieces: Micro-batches into which they cut it.
     """
 
     strategy: str
@@ -108,6 +116,8 @@ class Footprint(NamedTuple):
     reductions: int = 1
     forwards: int = 1
     behind_forward: float = 0.0
+    stages: int = 1
+    pieces: int = 1
 
     def step_seconds(self, compute_seconds: float, bytes_per_second: float, micro_batches: int = 1) -> float:
         """A step's time, if all communication that can hide behind computation does.
@@ -121,6 +131,10 @@ class Footprint(NamedTuple):
             bytes_per_second: Speed of a node's link, in each direction.
             micro_batches: Micro-batches of a step.
         """
+        if self.stages > 1:
+            # The first piece passes all stages before the last stage is busy: GPipe, section 2.3.
+            rounds = (self.pieces + self.stages - 1) / self.pieces
+            return rounds * (compute_seconds / self.stages + self.on_link / bytes_per_second)
         seconds, of_one = self.on_link / bytes_per_second, compute_seconds / micro_batches
         forward = self.behind_forward * seconds - self.forwards * (1 - _BACKWARD) * of_one
         backward = (1 - self.behind_forward) * seconds - self.reductions * _BACKWARD * of_one
@@ -207,4 +221,17 @@ def zero3(training: Training) -> Footprint:
         training.micro_batches,
         training.micro_batches,
         forward / sent if sent else 0.0,
+    )
+
+
+def pipeline(training: Training) -> Footprint:
+    """Under ``pipeline_custom``, a rank has a stage's parameters, gradients and state. Middle stages send both ways."""
+    widths, ranks = training.widths, training.ranks
+    count = training.stage or training.parameters / ranks
+    held = (2 + training.values) * widths.parameter * count + widths.parameter * training.frozen / ranks
+    held += widths.parameter * training.buffers
+    sent = training.activations * training.micro_batches * (2 if ranks > 2 else 1)
+    peak = held + widths.cast * count
+    return Footprint(
+        "pipeline_custom", peak, held, held, sent, sent, stages=ranks, pieces=training.pieces * training.micro_batches
     )

@@ -91,7 +91,10 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _make_training_state(self) -> TrainingState:
-        return PipelineState(self, self._ranks, lambda: self._held)
+        return PipelineState(self, self._ranks, self._held_parts)
+
+    def _held_parts(self) -> HeldParts | None:
+        return self._held
 
     @property
     def _pipeline_steps(self) -> PipelineSteps:

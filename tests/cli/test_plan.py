@@ -287,3 +287,18 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
     for model, sections, said in modules:
         assert main(["plan", "--world-size", "2", *config(model, **sections)]) == 2
         assert said in (printed := capsys.readouterr().err), printed
+
+
+PIPELINE = "--parameters 1B --world-size 4 --devices-per-node 1 --compute-seconds 1 --activations 8MB --microbatches 8"
+
+
+def test_a_pipeline_wins_on_a_slow_network_and_loses_on_a_fast_one(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = plan(capsys, 0, f"{PIPELINE} --bandwidth 1Gbit")
+    assert slow["recommended"] == "pipeline_custom"
+    # A quarter of 16 bytes a parameter; 8 + 3 rounds of a quarter of the time and of a piece, in both directions.
+    own = slow["pipeline_custom"]
+    assert own["held_bytes"] == 4 * 10**9 and own["sent_bytes"] == 16 * 10**6
+    assert own["step_seconds"] == pytest.approx(11 / 8 * (1 / 4 + 0.128))
+    fast = plan(capsys, 0, f"{PIPELINE} --bandwidth 800Gbit")
+    assert fast["recommended"] != "pipeline_custom"
+    assert fast["zero1_custom"]["speed_up"] > fast["pipeline_custom"]["speed_up"]

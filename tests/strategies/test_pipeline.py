@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
+from lightning_parstrat.core import footprint
+from lightning_parstrat.distributed.pipeline.holders import largest_stage
 from lightning_parstrat.errors import PipelineError
 from tests.comparing import distance
 from tests.pool import RankPool
@@ -154,6 +156,10 @@ def test_a_rank_holds_its_stages_alone(pool: RankPool) -> None:
     assert names & others == {"embedding.weight"} and "position" in names and "norm.weight" in others
     assert {name.split(".")[1] for name in names if "blocks" in name} == {"0", "1"}
     sizes = {name: one.nbytes for name, one in Model().named_parameters()}
+    every = sum(one.numel() for one in Model().parameters())
+    planned = footprint.pipeline(footprint.Training(parameters=every, devices=2, stage=largest_stage(Model(), 2)))
+    # The plan counts gradients, too. The tied matrix is on both ranks.
+    assert max(first, last) <= 3 / 4 * planned.held + 3 * sizes["embedding.weight"]
     for found, own in ((first, names), (last, others)):
         assert found == 3 * sum(sizes[name] for name in own)
 

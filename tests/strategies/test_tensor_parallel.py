@@ -366,7 +366,7 @@ def error_of_data(kind: str) -> str:
 
 def test_data_that_do_not_fit_are_refused(pool: RankPool) -> None:
     for error in pool.run(2, error_of_data, "divided by all"):
-        assert "A DistributedSampler has num_replicas=2, and 1 ranks have different data" in error
+        assert "A DistributedSampler has num_replicas=2, and 1 is right" in error
     for error in pool.run(2, error_of_data, "of another length"):
         assert "have loaders of 2, 3 batches" in error
 

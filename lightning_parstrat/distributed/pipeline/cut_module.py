@@ -187,8 +187,8 @@ class CutModule:
     def _refuse_without_values(self, tree: Any, what: str) -> None:
         if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):
             raise PipelineError(
-                f"{what.capitalize()} depends on what another stage computes: on an output of an earlier block, or on"
-                " a parameter that this stage has not used in the first step. A stage gets the output of the block"
+                f"{what.capitalize()} depends on what another stage computes: on the output of an earlier block. Or it"
+                " depends on a parameter that this rank did not use in the first step. A stage gets the output of the block"
                 " before it, and nothing else. Pass on what later blocks need through the blocks, or take a strategy"
                 " that keeps the module whole."
             )
@@ -260,8 +260,8 @@ class LeftTensors:
         for place in self.places():
             if found[place].grad_fn is not None:
                 return PipelineError(
-                    f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss, and the stage"
-                    " that computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
+                    f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss. The stage that"
+                    " computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
                     " else reads it. Or take a strategy that keeps the module whole."
                 )
         return None

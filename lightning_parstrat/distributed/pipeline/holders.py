@@ -1,13 +1,14 @@
 """The blocks at which a module is cut, and which ranks hold each of its parameters."""
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parstrat.core.stages import Stages
+from lightning_parstrat.core.stages import Stages, balanced
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
@@ -55,6 +56,25 @@ def costs_of(module: nn.Module, blocks: Collection[nn.Module]) -> tuple[list[flo
             size = sum(parameter.numel() for parameter in part.parameters(recurse=False) if parameter.dim() > 1)
             before, after = (before, after + size) if seen == len(blocks) else (before + size, after)
     return [float(sum(p.numel() for p in block.parameters())) for block in blocks], float(before), float(after)
+
+
+def largest_stage(module: nn.Module, ranks: int) -> int:
+    """Trained elements of the largest of so many balanced stages. 0 if the module has fewer blocks. Not collective.
+
+    What is in no block counts for the first or the last stage, by the order of registration.
+    """
+    blocks = list(find_blocks(module, ()).values())
+    if len(blocks) < ranks:
+        return 0
+    bounds = balanced(costs_of(module, blocks)[0], ranks, *costs_of(module, blocks)[1:])
+    stages = [blocks[begin:end] for begin, end in pairwise(bounds)]
+    held: list[set[Tensor]] = [{one for block in stage for one in block.parameters()} for stage in stages]
+    within, seen = {part for block in blocks for part in block.modules()}, 0
+    for part in module.modules():
+        seen += part in blocks
+        if part not in within:
+            held[-1 if seen == len(blocks) else 0].update(part.parameters(recurse=False))
+    return max(sum(one.numel() for one in stage if one.requires_grad) for stage in held)
 
 
 def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> dict[Tensor, tuple[int, ...]]:

@@ -239,7 +239,7 @@ class Pipeline:
         )
 
     def settle(self) -> None:
-        """Makes the schedule anew for the next step, as this rank holds other parameters now."""
+        """Rebuilds the schedule in the next step, as this rank holds other parameters now."""
         self._schedule = None
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
