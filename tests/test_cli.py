@@ -76,9 +76,7 @@ def test_sizes_of_buckets_may_be_given_in_all_ways(parse: Parse) -> None:
 DIVIDED = {"rank_shares": [3.0, 1.0], "max_share": 1.5, "keep_global_batch": True}
 
 
-@pytest.mark.parametrize(
-    "name", ["PipelineStrategy", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"]
-)
+@pytest.mark.parametrize("name", ["TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"])
 def test_samples_may_be_divided_in_all_ways(name: str, parse: Parse) -> None:
     by_file = parse({"class_path": f"lightning_parstrat.{name}", "init_args": DIVIDED})
     line = [f"--trainer.strategy.{argument}={value}" for argument, value in DIVIDED.items()]

@@ -188,9 +188,9 @@ class CutModule:
         if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):
             raise PipelineError(
                 f"{what.capitalize()} depends on what another stage computes: on the output of an earlier block. Or it"
-                " depends on a parameter that this rank did not use in the first step. A stage gets the output of the block"
-                " before it, and nothing else. Pass on what later blocks need through the blocks, or take a strategy"
-                " that keeps the module whole."
+                " depends on a parameter that this rank did not use in the first step. A stage gets the output of the"
+                " block before it, and nothing else. Pass on what later blocks need through the blocks, or take a"
+                " strategy that keeps the module whole."
             )
 
     def _compare(self, output: Any, expected: Any, name: str) -> None:
