@@ -11,6 +11,9 @@ Used through this file: what for | what happens without it.
         wraps optimizers that are set, as Lightning's own setter does | zero1_custom does not begin
     lightning.pytorch.core.optimizer._MockOptimizer
         stands in if a module has no optimizer; it is not sharded | zero1_custom cannot be imported
+    lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin._device
+        Tells the module its device, as its tensors move one by one | `self.device` is the host's under zero3_custom
+        and pipeline_custom.
     lightning.pytorch.core.module.LightningModule._current_fx_name
         the hook that a rank is within, for lines about waits | these lines do not name it
     lightning.pytorch.callbacks.ModelCheckpoint._last_global_step_saved
@@ -103,6 +106,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
 
 from lightning_parstrat.distributed.engine.stepping import lend_methods
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
@@ -342,6 +346,15 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
     if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
         counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
         callback._save_last_checkpoint(trainer, {**trainer.callback_metrics, **counts})
+
+
+def follow_device(module: LightningModule, device: torch.device) -> None:
+    """Moves what a module computes with besides its tensors: states of metrics, and what its ``device`` says."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.to(device)
+        elif isinstance(part, LightningModule):
+            part._device = device
 
 
 def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:

@@ -28,13 +28,13 @@ from lightning_parstrat.distributed.gradients.loss_weights import watch_gradient
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, has_memory
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
-from lightning_parstrat.distributed.torch_compat import multiply_all
+from lightning_parstrat.distributed.torch_compat import is_newer, multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
-from lightning_parstrat.strategies.lightning_compat import trained
+from lightning_parstrat.strategies.lightning_compat import follow_device, trained
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 
@@ -104,7 +104,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Leaves the module on its device. Each rank moves what it holds when the module is cut."""
+        """Leaves parameters and buffers where they are. Each rank moves what it holds when the module is cut."""
+        follow_device(self._training_module, self.root_device)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -117,6 +118,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise AssertionError("the strategy was set up before the Trainer has connected it")
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
         self.configure_ddp()
         self.setup_precision_plugin()
 
@@ -150,6 +152,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _refuse(self, blocks: dict[str, nn.Module]) -> None:
         """Raises an error for what no pipeline can train, and says what is computed by micro-batch."""
+        if is_newer("2.13", [torch.__version__]):
+            raise MisconfigurationException(f"pipeline_custom needs torch 2.13, and this is torch {torch.__version__}.")
         module = self._training_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits and not module.automatic_optimization:

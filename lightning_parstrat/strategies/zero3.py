@@ -44,7 +44,7 @@ from lightning_parstrat.strategies.checkpoint.training_state import TrainingStat
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
-from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
+from lightning_parstrat.strategies.lightning_compat import averaged_copies, follow_device, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
@@ -172,12 +172,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise AssertionError("the strategy was set up before the Trainer has connected it")
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
         self.configure_ddp()
         self.setup_precision_plugin()
 
     @override
     def model_to_device(self) -> None:
-        """Leaves the module on its device. The units move to the rank's device one by one, when they are sharded."""
+        """Leaves parameters and buffers where they are. They move unit by unit, when units are sharded."""
+        follow_device(self._training_module, self.root_device)
 
     @override
     def configure_ddp(self) -> None:

@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
 from lightning_parstrat.distributed.pipeline.holders import largest_stage
+from lightning_parstrat.distributed.torch_compat import is_newer
 from lightning_parstrat.errors import PipelineError
-from tests.comparing import distance
+from lightning_parstrat.strategies.lightning_compat import follow_device
+from tests.comparing import assert_same, distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -53,6 +58,11 @@ class HeadFirst(Model):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+pytestmark = pytest.mark.skipif(
+    is_newer("2.13", [torch.__version__]), reason="torch's schedules before 2.13 are refused"
+)
 
 
 class Case(NamedTuple):
@@ -226,6 +236,23 @@ def test_a_checkpoint_resumes_under_any_number_of_stages(
     assert distance(pool.run(ROUTES[target][1], resume, target, 2, saved, None)[0], expected) <= 2e-5
 
 
+def interrupted(folder: str, resumed: str | None) -> Any:
+    """A training with dropout and shuffled data, which saves in the middle of an epoch."""
+    torch.manual_seed(0 if resumed is None else 1)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = make_trainer(pipeline(), max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    module = DropsOut(zoo.adamw)
+    data = DataLoader(zoo.Samples(SAMPLES), BATCH, shuffle=True)
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    return module.state_dict() if dist.get_rank() == 0 else None
+
+
+def test_a_training_resumes_bit_for_bit_within_an_epoch(pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(2, interrupted, str(tmp_path / "whole"), None)[0]
+    found = pool.run(2, interrupted, str(tmp_path / "rest"), str(tmp_path / "whole" / "step=3.ckpt"))[0]
+    assert_same(found, expected)
+
+
 # What cannot be cut.
 
 
@@ -349,3 +376,16 @@ def test_arguments_are_checked() -> None:
     for arguments, text in ARGUMENTS:
         with pytest.raises(ValueError, match=re.escape(text)):
             PipelineStrategy(**arguments)
+
+
+class Holds(Model):
+    def build(self) -> None:
+        super().build()
+        self.total, self.inner = SumMetric(), zoo.MLP()
+
+
+def test_metrics_and_inner_modules_follow_to_a_device() -> None:
+    module = Holds()
+    follow_device(module, torch.device("meta"))
+    assert {one.device.type for one in (module, module.inner, module.total)} == {"meta"}
+    assert module.total.sum_value.is_meta and not module.position.is_meta
