@@ -46,7 +46,9 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
             return tree
         # A shallow copy keeps the type and its attributes, such as a state dict's `_metadata`.
         result = copy.copy(tree)
-        result.update(new)
+        for key, value in new.items():
+            # One by one: Hugging Face's outputs have no `update`.
+            result[key] = value
         return result
     if isinstance(tree, (list, tuple, deque)):
         items = [replace_leaves(value, replacement) for value in tree]

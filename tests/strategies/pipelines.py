@@ -63,6 +63,45 @@ class Model(zoo.Zoo):
         return {"logits": self.logits(tokens[:, :-1]), "first": tokens[:, 0].tolist()}
 
 
+class Named(Block):
+    """Returns a dictionary, as Hugging Face's blocks may."""
+
+    def forward(self, x: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=super().forward(getattr(x, "last_hidden_state", x)))
+
+
+class Normed(Model):
+    """Statistics outside of blocks, a metric before them, blocks that return named tensors, and a mean over some."""
+
+    block = Named
+
+    def build(self) -> None:
+        super().build()
+        self.statistics, self.last, self.seen = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), SumMetric()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.statistics(super().embed(tokens).transpose(1, 2)).transpose(1, 2)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        self.seen.update(len(tokens))
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x.last_hidden_state.transpose(1, 2)).transpose(1, 2))
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.reset()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        positive = batch[batch > 0]
+        self.log("positive", positive.mean(), batch_size=len(positive), on_step=False, on_epoch=True)
+        return loss
+
+
 class DropsOut(Model):
     dropout = 0.2
 

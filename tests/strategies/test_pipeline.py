@@ -35,6 +35,7 @@ from tests.strategies.pipelines import (
     Lengths,
     Measured,
     Model,
+    Normed,
     Weighted,
     fit,
     pipeline,
@@ -87,6 +88,9 @@ CASES = {
     "adamw": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer=CLIP),
     "fused": Case(optimizer=fused, tolerance=2e-5, trainer=CLIP),
     "dropout": Case(DropsOut, ranks=(2, 4), alone_in_stages=True),
+    "statistics": Case(
+        Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True
+    ),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
     "uneven": Case(strategy={"stages": [3, 1]}, trainer=CLIP),
     "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),

@@ -6,8 +6,9 @@ runs unchanged, up to its stage's blocks. After the last of them an exception ca
 was computed without values must not reach a block or a loss: that is found by its type, and is an error.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +38,8 @@ class _Run:
     def __init__(self, own: range, returns: Sequence[Any], is_last: bool, seed: Callable[[int], None]) -> None:
         self.own, self.returns, self.is_last, self.seed = own, returns, is_last, seed
         self.next = 0
+        self.outer: list[tuple[Tensor, Tensor]] = []
+        """Buffers outside of blocks, which only the first stage changes before the first block, and their values."""
 
 
 class CutModule:
@@ -51,6 +54,8 @@ class CutModule:
     def __init__(self, module: nn.Module, blocks: dict[str, nn.Module], stages: Stages) -> None:
         self._module, self._names, self._blocks = module, list(blocks), list(blocks.values())
         self._stages = stages
+        within = {buffer for block in self._blocks for buffer in block.buffers()}
+        self._outer_buffers = [buffer for buffer in module.buffers() if buffer not in within]
         self._run: _Run | None = None
         self._had_forward = [vars(block).get("forward") for block in self._blocks]
         for number, block in enumerate(self._blocks):
@@ -77,13 +82,18 @@ class CutModule:
         """
         ends = self._stages.bounds[-2]
         run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
-        within = {one for block in self._blocks for one in block.buffers() if one.numel() > 1}
-        buffers = [(one, one.clone()) for one in self._module.buffers() if one not in within]
-        # What blocks keep of their forward, such as a table, has no values here.
-        kept = [(vars(part), _copied(vars(part))) for block in self._blocks for part in block.modules()]
+        # What modules keep, such as statistics, metrics or a table, is to be as before: some of it has no values here.
+        kept = [(vars(part), _copied(vars(part))) for part in self._module.modules()]
+        large = {one for block in self._blocks for one in block.buffers() if one.numel() > 1}
+        buffers = [(one, one.clone()) for one in self._module.buffers() if one not in large]
         found: list[Any] = []
 
         def note(output: Any) -> Any:
+            if next(leaves(output), None) is None:
+                raise PipelineError(
+                    f"{self._names[len(found)]!r} returns {type(output).__name__}, in which no tensor is found. A block"
+                    " returns tensors, alone or in dictionaries, lists or tuples."
+                )
             found.append(output)
             if len(found) == ends:
                 raise _Cut(output)
@@ -93,10 +103,7 @@ class CutModule:
             self._running(run, step, note)
         for attributes, values in kept:
             _restore(attributes, values)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                # Layers outside of blocks take statistics, and all layers count batches.
-                buffer.copy_(before)
+        _copy_back(buffers)
         return found
 
     def run(
@@ -130,6 +137,8 @@ class CutModule:
             returns[-1] = replace_leaves(returns[-1], lambda _: next(tensors))
         is_last = stage == self._stages.count - 1
         run = _Run(own, returns, is_last, seed)
+        if own.start:
+            run.outer = [(buffer, buffer.clone()) for buffer in self._outer_buffers]
         seed(0)
         output = self._running(run, step, None)
         what = "the result of the step" if is_last else f"the output of {self._names[own.stop - 1]!r}"
@@ -171,6 +180,8 @@ class CutModule:
             )
         run.next += 1
         if number < run.own.start:
+            if number == run.own.start - 1:
+                _copy_back(run.outer)
             run.seed(2 * number + 2)
             return run.returns[number]
         if self._note is not None:
@@ -202,20 +213,38 @@ class CutModule:
             )
 
 
+@torch.no_grad()
+def _copy_back(tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, before in tensors:
+        # By `data`: graphs of other micro-batches hold it, and would take it for changed.
+        tensor.data.copy_(before)
+
+
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in attributes.items()}
+    """Attributes with copies of their dictionaries, lists and tensors, which code changes in place."""
+    copied: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, (dict, list)):
+            copied[name] = value, copy.copy(value)
+        elif isinstance(value, Tensor) and value.grad_fn is None and not isinstance(value, FakeTensor):
+            copied[name] = value, value.detach().clone()
+        else:
+            copied[name] = value, None
+    return copied
 
 
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Gives an object its attributes back, and its dictionaries, such as those of buffers, their items."""
     for name in attributes.keys() - before.keys():
         del attributes[name]
-    for name, value in before.items():
+    for name, (value, content) in before.items():
+        attributes[name] = value
         if isinstance(value, dict):
-            attributes[name].clear()
-            attributes[name].update(value)
-        else:
-            attributes[name] = value
+            value.clear()
+            value.update(content)
+        elif isinstance(value, list):
+            value[:] = content
+        elif content is not None:
+            _copy_back([(value, content)])
 
 
 def without_values(tree: Any) -> Any:

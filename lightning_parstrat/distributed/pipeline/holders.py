@@ -13,7 +13,7 @@ from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
-from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes, version_of
+from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
@@ -191,24 +191,25 @@ class HeldParts:
         """Whether this rank counts a parameter: one of those that hold it does."""
         return self.ranks_of[parameter][0] == self._rank
 
-    def versions(self) -> list[int]:
-        """How often each buffer that all ranks hold has been written on this rank."""
-        return [version_of(buffer) for buffer in self._outer_buffers]
+    def buffers(self) -> list[Tensor]:
+        """Copies of the buffers that all ranks hold."""
+        return [buffer.clone() for buffer in self._outer_buffers]
 
-    def settle(self, versions: Sequence[int], control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
+    def settle(self, buffers: Sequence[Tensor], control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
         """Leaves each parameter that all ranks hold to the ranks that have used it in a step. Collective.
 
         A parameter without any gradient stays on all ranks: none of them changes it. A buffer counts on the first rank
         that has written it.
 
         Args:
-            versions: What :meth:`versions` was before the step.
+            buffers: What :meth:`buffers` returned before the step.
             control: The ranks of the pipeline. Messages are in host memory.
 
         Returns:
             The module's new parameters without memory, by those that this rank does not hold any longer.
         """
-        written = [now > before for now, before in zip(self.versions(), versions, strict=True)]
+        # Layers of statistics change them without a new version.
+        written = [not torch.equal(now, before) for now, before in zip(self._outer_buffers, buffers, strict=True)]
         flags = all_gather_object(([one.grad is not None for one in self._shared], written), control)
         dropped: dict[Tensor, nn.Parameter] = {}
         for buffer, by_rank in zip(self._outer_buffers, zip(*(one[1] for one in flags), strict=True), strict=True):
@@ -240,7 +241,7 @@ class HeldParts:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
             for parameter, is_used in zip(alike, used.tolist(), strict=True):
                 if is_used:
-                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                     dist.all_reduce(gradient, group=group)
                     parameter.grad = gradient
 

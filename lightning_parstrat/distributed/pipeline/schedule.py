@@ -77,11 +77,14 @@ class _Shaped(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         gradients = self.bwd_cache.get(bwd_chunk_id, ())
         if not self.is_first:
-            # What a loss does not depend on has no gradient, and the stage before waits for one.
+            # What a loss does not depend on has no gradient, and the stage before waits for one. Gloo sends memory,
+            # whatever the strides.
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros(like.shape, dtype=like.dtype, device=self.device)
                 if gradient is None and like.requires_grad
-                else gradient
+                else None
+                if gradient is None
+                else gradient.contiguous()
                 for gradient, like in zip(gradients, self.received[bwd_chunk_id], strict=True)
             )
         return super().get_bwd_send_ops(bwd_chunk_id)
@@ -220,7 +223,7 @@ class Pipeline:
                     self._shapes[number],
                     functools.partial(self._seed, number),
                 )
-                made = self._loss(number, output) if is_last else tuple(_tensors(output))
+                made = self._loss(number, output) if is_last else tuple(one.contiguous() for one in _tensors(output))
                 if made is not None:
                     return made
         except Exception as error:

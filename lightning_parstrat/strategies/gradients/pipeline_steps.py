@@ -109,14 +109,14 @@ class PipelineSteps:
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        versions = self._parts.versions()
+        buffers = [] if self._has_trained else self._parts.buffers()
         with _random_numbers() as seed:
             self._pipeline.train(step, loss, shapes, seed)
         if not self._has_trained and self._pipeline.fault is None:
             self._pipeline.fault = self._left.fault()
         last = self._tell(losses, taken.joined(sizes))[self._pipeline.last_rank]
         if not self._has_trained and all(weight for _, weight in last.result.values()):
-            self._settle(versions)
+            self._settle(buffers)
             self._has_trained = True
         self._parts.sum_gradients()
         gradients = [(one, one.grad) for one in parameters if one.grad is not None]
@@ -130,9 +130,9 @@ class PipelineSteps:
         if number == 1 and not self._has_told_left:
             self._left.look()
 
-    def _settle(self, versions: Sequence[int]) -> None:
+    def _settle(self, buffers: Sequence[Tensor]) -> None:
         """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
-        replace_stepped(self._strategy.optimizers, self._parts.settle(versions, self._control))
+        replace_stepped(self._strategy.optimizers, self._parts.settle(buffers, self._control))
         self._pipeline.settle()
 
     def _output(self, losses: Mapping[int, tuple[Tensor, float]], gradients: list[tuple[Tensor, Tensor]]) -> Any:
@@ -314,10 +314,14 @@ class _Taken:
         joined: list[_Call] = []
         for alike in zip(*(self._calls[number] for number in sorted(self._calls)), strict=False):
             name, value, kwargs = alike[0]
-            if not isinstance(value, str):
-                value = _together([torch.as_tensor(one.value) for one in alike], sizes, kwargs.get("reduce_fx", "mean"))
+            counts = list(sizes)
             if kwargs.get("batch_size") is not None:
-                kwargs = {**kwargs, "batch_size": sum(one.kwargs["batch_size"] for one in alike)}
+                counts = [one.kwargs["batch_size"] for one in alike]
+                kwargs = {**kwargs, "batch_size": sum(counts)}
+            if not isinstance(value, str):
+                value = _together(
+                    [torch.as_tensor(one.value) for one in alike], counts, kwargs.get("reduce_fx", "mean")
+                )
             joined.append(_Call(name, value, kwargs))
         return joined
 
