@@ -123,7 +123,11 @@ def check_may_be_replaced(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
     if not path.is_dir() or path.is_symlink():
         return
-    others = sorted(entry.name for entry in path.iterdir() if not _is_of_checkpoint(entry.name))
+    others = sorted(
+        name
+        for name in os.listdir(path)
+        if not (name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt")
+    )
     if others:
         raise IsADirectoryError(
             errno.EISDIR,
@@ -193,10 +197,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt"
 
 
 def _last_change(path: Path) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from lightning.pytorch import __version__ as lightning_version
@@ -175,9 +175,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        if not isinstance(self.model, DistributedDataParallel):
-            raise AssertionError("the module has no wrapper outside of training")
-        return self.model
+        return cast(DistributedDataParallel, self.model)
 
     @property
     def _has_hooks_of_users(self) -> bool:
@@ -216,16 +214,13 @@ class TunedDDPStrategy(ComposedStrategy):
         # At the begin of a window, because a reducer records the parameters used in it. A static graph's reducer must
         # send in its first backward.
         if not (self._accumulation.accumulates and self._ddp.static_graph):
-            self._follow_trained_parameters()
+            if self._trained is not None and self._trained.begin_forward():
+                rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
+                self._begin_with_reducer(self._trained.sent)
             report = None if self._tuner is None else self._tuner.begin_forward()
             if report is not None:
                 self._end_tuning(report)
         return super().training_step(*args, **kwargs)
-
-    def _follow_trained_parameters(self) -> None:
-        if self._trained is not None and self._trained.begin_forward():
-            rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
-            self._begin_with_reducer(self._trained.sent)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -8,6 +8,7 @@ step.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.data import sized_len
@@ -22,6 +23,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import watching
+from lightning_parstrat.strategies.data.even import while_all_have_one
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns
@@ -29,8 +31,6 @@ from lightning_parstrat.strategies.parts import Part
 
 _UNKNOWN = 2**60
 """The length of a loader that does not know it: larger than any real length."""
-
-_NO_BATCH = object()
 
 _GATHERS = "zero3_custom gathers parameters from all ranks in every step"
 
@@ -119,7 +119,10 @@ class StepsOfAllRanks(Part):
         Raises:
             MisconfigurationException: Ranks have different numbers of batches, and a rank cannot know its last step.
         """
-        self._loop, name, numbers = _evaluation_of(self._trainer)
+        trainer = self._trainer
+        stage, fits = trainer.state.stage, trainer.state.fn == TrainerFn.FITTING
+        self._loop = trainer.fit_loop.epoch_loop.val_loop if fits else getattr(trainer, f"{stage.value}_loop")
+        name, numbers = f"{stage.dataloader_prefix}_dataloader", self._loop.max_batches
         self._step, last, self._uneven = 0, 0.0, ""
         self._steps_to_follow.clear()
         with watching("the comparison of all ranks' numbers of batches"):
@@ -173,19 +176,14 @@ class _AskedForEachBatch(StandIn):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        batches, number = super().__iter__(), 0
-        while number != self._limit and (batch := self._next(batches, number)) is not _NO_BATCH:
-            yield batch
-            number += 1
+        name = "batch that is evaluated"
+        batches = while_all_have_one(super().__iter__(), self._control, name, self._end)
+        # Made with the first batch, as its loader draws random numbers.
+        yield from islice(batches, self._limit)
 
-    def _next(self, batches: Iterator[Any], number: int) -> Any:
-        batch = next(batches, _NO_BATCH)
-        with watching("the agreement on the next batch that is evaluated"):
-            some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), self._control)
-        if some_have and not all_have:
-            had = counted(number, "batch", "batches")
-            _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
-        return batch
+    def _end(self, number: int) -> None:
+        had = counted(number, "batch", "batches")
+        _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
 
     @override
     def __len__(self) -> int:
@@ -198,15 +196,3 @@ def _refuse(what: str) -> NoReturn:
         f"{what}: {_GATHERS}. Give all ranks equally many batches: by the sampler, by how files are distributed over"
         " the ranks, or by the Trainer's `limit_val_batches`, `limit_test_batches` or `limit_predict_batches`."
     )
-
-
-def _evaluation_of(trainer: Trainer) -> tuple[Any, str, list[int | float]]:
-    """The loop of the evaluation that runs, the name of its loaders, and the number of batches of each."""
-    if trainer.state.fn == TrainerFn.PREDICTING:
-        return trainer.predict_loop, "predict_dataloader", trainer.num_predict_batches
-    if trainer.state.fn == TrainerFn.TESTING:
-        return trainer.test_loop, "test_dataloader", trainer.num_test_batches
-    if trainer.state.fn == TrainerFn.VALIDATING:
-        return trainer.validate_loop, "val_dataloader", trainer.num_val_batches
-    numbers = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-    return trainer.fit_loop.epoch_loop.val_loop, "val_dataloader", numbers

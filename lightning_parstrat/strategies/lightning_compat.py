@@ -224,14 +224,16 @@ def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> Non
 
     Batches that Lightning fetches ahead before the first epoch, or from rebuilt loaders, are left out.
     """
-    loop = trainer.fit_loop.epoch_loop
+    _call_before(trainer.fit_loop.epoch_loop, "_on_before_fetch", functools.partial(function, trainer))
 
-    def called_before() -> None:
-        function(trainer)
-        type(loop)._on_before_fetch(loop)
+
+def _call_before(loop: Any, method: str, function: Callable[[], None]) -> None:
+    def called_before() -> Any:
+        function()
+        return getattr(type(loop), method)(loop)
 
     # On the instance, not on the class, so that other Trainers of this process are unchanged.
-    loop._on_before_fetch = called_before
+    setattr(loop, method, called_before)
 
 
 def mode_of_loaders(trainer: Trainer) -> str:
@@ -307,13 +309,7 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
         callback: Called once a loader. In a prediction, which combines nothing, it is called once a pass.
     """
     name = "_store_dataloader_outputs" if hasattr(loop, "_store_dataloader_outputs") else "on_run_end"
-
-    def called_before() -> Any:
-        callback()
-        return getattr(type(loop), name)(loop)
-
-    # On the instance, not on the class, so that other Trainers of this process are unchanged.
-    setattr(loop, name, called_before)
+    _call_before(loop, name, callback)
 
 
 def give_back_loop(loop: Any) -> None:

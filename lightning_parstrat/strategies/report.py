@@ -113,7 +113,7 @@ def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, 
     """
     steps = list(pairwise(moments))
     seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
-    line = f"{_duration(seconds)} per step"
+    line = f"{seconds:.2f} s per step" if seconds >= 1 else f"{1000 * seconds:.1f} ms per step"
     # On a GPU the streams wait, not the host. Timing them would need synchronization.
     if seen and device.type != "cuda":
         waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
@@ -233,7 +233,3 @@ def not_sharded(engine: ShardedDataParallel) -> str:
 def named(observers: Sequence[str]) -> str:
     """The first two observers."""
     return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

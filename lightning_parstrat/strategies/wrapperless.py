@@ -1,6 +1,5 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -49,12 +48,10 @@ class WrapperlessDDPStrategy(DDPStrategy):
         start_method: How the processes are launched.
     """
 
-    _equal: "EqualRanks"
+    flag: str
+    """The name that the strategy is registered under. Messages begin with it."""
 
-    @property
-    @abstractmethod
-    def flag(self) -> str:
-        """The name that the strategy is registered under. Messages begin with it."""
+    _equal: "EqualRanks"
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count, pairwise
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,23 +63,11 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 """Makes one message of two. The message of lower ranks comes first."""
 
 
-class Step(NamedTuple):
-    """One step of recursive doubling.
-
-    Attributes:
-        peer: The other rank.
-        sends: Whether this rank sends to it.
-        receives: Whether this rank receives from it.
-    """
-
-    peer: int
-    sends: bool
-    receives: bool
-
-
 @functools.cache
-def doubling_steps(rank: int, world_size: int) -> Sequence[Step]:
+def doubling_steps(rank: int, world_size: int) -> Sequence[tuple[int, bool, bool]]:
     """The steps of a rank, in order. After them, all ranks have combined the messages of all.
+
+    Each step has the other rank, whether this rank sends to it, and whether this rank receives from it.
 
     Between 2^k ranks, each exchanges with k others. For another number, ranks beyond the largest power of two first
     send their message to a lower rank. They receive the result in the end: two latencies more.
@@ -91,27 +78,23 @@ def doubling_steps(rank: int, world_size: int) -> Sequence[Step]:
     taking_part = 1 << (world_size.bit_length() - 1)
     if rank >= taking_part:
         # Separate, as the other rank receives before it sends: both may need a connection, in one order.
-        return [Step(rank - taking_part, True, False), Step(rank - taking_part, False, True)]
-    found = [Step(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
+        return [(rank - taking_part, True, False), (rank - taking_part, False, True)]
+    found = [(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
     beyond = rank + taking_part
     if beyond < world_size:
-        found = [Step(beyond, False, True), *found, Step(beyond, True, False)]
+        found = [(beyond, False, True), *found, (beyond, True, False)]
     return found
 
 
 @dataclass
 class Traffic:
-    """Bytes and collectives that this rank has sent since it was created.
+    """Bytes that this rank has sent since it was created.
 
     All-reduces are those of shards, between groups of ranks that hold a copy each.
     """
 
-    reduce_scatters: int = 0
     reduce_scatter_bytes: int = 0
-    all_gathers: int = 0
     all_gather_bytes: int = 0
-    small_reductions: int = 0
-    all_reduces: int = 0
     all_reduce_bytes: int = 0
     # Not compared: if two traffics sent the same, they are equal, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
@@ -190,7 +173,6 @@ class Collectives(ABC):
         Returns:
             The work.
         """
-        self.traffic.reduce_scatters += self.shard_count > 1
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
@@ -203,7 +185,6 @@ class Collectives(ABC):
         Returns:
             The work.
         """
-        self.traffic.all_gathers += self.shard_count > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
@@ -284,7 +265,6 @@ class Collectives(ABC):
     def count_small_reduction(self) -> None:
         """Counts a small message that all ranks send and combine."""
         if self.world_size > 1:
-            self.traffic.small_reductions += 1
             _SMALL_REDUCTIONS[self.group] = small_reductions_of(self.group) + 1
 
     @abstractmethod
@@ -312,9 +292,6 @@ def real_view(tensor: Tensor) -> Tensor:
     """The tensor, or its components if it is complex: not all backends accept complex tensors. Sums are the same."""
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
 
-
-Counter = Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"]
-"""The counter of sent bytes in ``traffic``."""
 
 Chunks = Mapping[int, Sequence[Tensor]]
 """The chunks for each rank, or from it. Both sides list the same ones in the same order."""
@@ -392,7 +369,6 @@ class PairwiseCollectives(Collectives):
 
     def _sum_between_groups(self, shard: Tensor, tags: Tags) -> Steps:
         """Each holder sums one piece, and sends the sum to all others, so that all have the same bits."""
-        self.count("all_reduces", 1)
         bounds = piece_bounds(shard.numel(), len(self._holders))
         pieces = {holder: [piece] for holder, piece in zip(self._holders, split(shard, bounds), strict=True)}
         (of_holders,) = yield from self._swap(pieces, "all_reduce_bytes", next(tags))
@@ -407,7 +383,7 @@ class PairwiseCollectives(Collectives):
         yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, "all_gather_bytes", next(tags))
 
     def _pass_on(
-        self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: Counter, tag: int
+        self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: str, tag: int
     ) -> Work:
         """Sends what this rank has to the ranks that need it, and receives what this rank needs.
 
@@ -435,7 +411,7 @@ class PairwiseCollectives(Collectives):
         sent, received = ({self.mates[mate]: [part] for mate, part in one.items()} for one in (leaving, arriving))
         return self._transfer(sent, received, counted_as, tag)
 
-    def _swap(self, parts: Chunks, counted_as: Counter, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    def _swap(self, parts: Chunks, counted_as: str, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
         """Sends some ranks their parts, and receives this rank's.
 
         Args:
@@ -451,7 +427,7 @@ class PairwiseCollectives(Collectives):
         yield self._transfer(parts, arriving, counted_as, tag)
         return list(zip(*arriving.values(), strict=True))
 
-    def _transfer(self, leaving: Chunks, arriving: Chunks, counted_as: Counter, tag: int) -> Work:
+    def _transfer(self, leaving: Chunks, arriving: Chunks, counted_as: str, tag: int) -> Work:
         """Sends other ranks their chunks, and receives from them.
 
         Args:

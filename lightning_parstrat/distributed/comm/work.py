@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -258,8 +258,7 @@ class Streams:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
+        return cast(AbstractContextManager[object], self._module.stream(stream))
 
     def another(self) -> Any:
         """A stream beside all others."""

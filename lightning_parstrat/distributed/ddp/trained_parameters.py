@@ -95,17 +95,15 @@ class TrainedParameters:
         Returns:
             Whether the reducer was rebuilt. Everything made for the old one is then void.
         """
-        exchanged = self._exchange_where_it_lasts()
+        exchanged = False
+        if self._numbers:
+            before, self._numbers_before, self._numbers = self._numbers_before, self._numbers, set()
+            # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
+            lasts = len(self._numbers_before) == 1 and self._numbers_before == before != {0}
+            wanted = {*self.sent, *self._beside}.difference(self._idle)
+            exchanged = lasts and self._is_alike() and self._exchange(wanted)
         self._frozen_in_forward = self._frozen()
         return exchanged
-
-    def _exchange_where_it_lasts(self) -> bool:
-        if not self._numbers:
-            return False
-        before, self._numbers_before, self._numbers = self._numbers_before, self._numbers, set()
-        # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
-        lasts = len(self._numbers_before) == 1 and self._numbers_before == before != {0}
-        return lasts and self._is_alike() and self._exchange({*self.sent, *self._beside}.difference(self._idle))
 
     def _frozen(self) -> list[Tensor]:
         """Parameters that the reducer sends, but that are frozen now."""
@@ -118,13 +116,17 @@ class TrainedParameters:
         Raises:
             DifferentParametersError: The ranks have not trained the same parameters in the last backward that sent.
         """
-        if not self._is_as_read():
+        held = list(chain.from_iterable(self._views))
+        # Not `==`, which compares tensors by element.
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             self._read_module()
         self._sends = sends
         if not sends:
             return
         self.settle()
-        waits = self._may_be_waited_for_in_vain()
+        # What the reducer sends, but may be out of the graph: frozen at forward or now, or removed.
+        in_doubt = () if self._finds_unused else (*self._frozen_in_forward, *self._frozen(), *self._removed)
+        waits = list(dict.fromkeys(in_doubt))
         reached = _reached_by(loss, waits) if waits else set()
         self._idle = [one for one in waits if one not in reached]
         # As if they had not taken part: optimizers step parameters that have a gradient.
@@ -144,7 +146,9 @@ class TrainedParameters:
         self._without = []
         self._beside = self._found_beside()
         self._fired.clear()
-        number = self._number_of_change()
+        idle = sorted(f"without {self._label(one)}" for one in self._idle)
+        beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
+        number = digest([*idle, *beside]) if idle or beside else 0
         self._numbers.add(number)
         self._message = self._messages.launch(number=number)
         # Other ranks do not know of a change that they do not have. Only changes on all ranks may be sent.
@@ -174,11 +178,6 @@ class TrainedParameters:
         """Names of parameters that the reducer sends and that have no gradient now. Not collective."""
         return [self._names[one] for one in self.sent if one.grad is None]
 
-    def _is_as_read(self) -> bool:
-        held = list(chain.from_iterable(self._views))
-        # Not `==`, which compares tensors by element.
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-
     def _read_module(self) -> None:
         module, ignored = self._ddp.module, self._ddp.parameters_to_ignore
         self._views = held_by(module.modules())
@@ -197,12 +196,6 @@ class TrainedParameters:
                 with suppress(RuntimeError), trainable([parameter]):
                     note = self._fired.add
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-
-    def _may_be_waited_for_in_vain(self) -> list[Tensor]:
-        """Parameters that the reducer sends, but that may be out of the graph: frozen at forward or now, or removed."""
-        if self._finds_unused:
-            return []
-        return list(dict.fromkeys((*self._frozen_in_forward, *self._frozen(), *self._removed)))
 
     def _take_part_with_zeros(self) -> None:
         """Gives the reducer the idle parameters' zeros, by a separate backward: the user's sees them unchanged."""
@@ -223,12 +216,6 @@ class TrainedParameters:
 
     def _label(self, parameter: Tensor) -> str:
         return f"{self._names[parameter]!r} of shape {tuple(parameter.shape)}"
-
-    def _number_of_change(self) -> int:
-        """A number for the change. If there is no change, 0."""
-        idle = sorted(f"without {self._label(one)}" for one in self._idle)
-        beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
-        return digest([*idle, *beside]) if idle or beside else 0
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
         """Leaves the mean over ranks in ``param.grad``. Collective: all ranks have these parameters."""

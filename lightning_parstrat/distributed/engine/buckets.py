@@ -9,7 +9,6 @@ shard.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -92,14 +91,6 @@ class ParameterSlot:
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
 
 
-class ShownMean(Enum):
-    """The part of an earlier backward's mean that ``param.grad`` may hold, if gradients are exposed."""
-
-    ABSENT = "gradients are not exposed: it holds what this rank has accumulated, and nothing else"
-    TO_PACK = "it is packed, because another rank may have accumulated into it since, and stays, as none may have"
-    PACKED = "it has been packed in this backward: only what came since is"
-
-
 class GradientBucket:
     """Parameters whose gradients are sent together. The parameters themselves stay in their memory.
 
@@ -159,11 +150,13 @@ class GradientBucket:
         shard = self.place.shard
         return unsharded[self.layout.bounds[shard] : self.layout.bounds[shard + 1]]
 
-    def pack_gradients(self, shown: ShownMean) -> Tensor:
+    def pack_gradients(self, exposes: bool, again: bool) -> Tensor:
         """Moves the local gradients into a new flat buffer. ``param.grad`` is None afterwards.
 
         Args:
-            shown: What ``param.grad`` may hold of an earlier backward.
+            exposes: Whether gradients are exposed, so that ``param.grad`` may hold the mean of an earlier backward. The
+                mean is packed, because another rank may have accumulated into it since. It stays, as none may have.
+            again: Whether that was packed in this backward already. Then only what came since is packed.
 
         Returns:
             1-D, ``layout.numel`` elements of ``comm_dtype``. Elements without a gradient are zero.
@@ -174,8 +167,8 @@ class GradientBucket:
         buffer = torch.empty(self.numel, dtype=self.comm_dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
-            earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
-            gradient = None if earlier and shown is ShownMean.PACKED else slot.parameter.grad
+            earlier, slot.fresh = exposes and not slot.fresh, False
+            gradient = None if earlier and again else slot.parameter.grad
             if gradient is None:
                 slot.view_into(buffer).zero_()
                 continue
@@ -317,9 +310,12 @@ class ParameterBucket(GradientBucket):
         """Addresses of the buffer, and of the one that parameters had before it. A view of one keeps all of it."""
         return {self._first_storage, self.flat.untyped_storage().data_ptr()}
 
-    def copy_in_rebound(self) -> None:
-        """Copies in the tensors that users have set as parameters' data. The tensors remain the users'.
+    # Not `@torch.no_grad()`: that is ten calls in every step, even if there is nothing to do.
 
+    def take_over_changes(self) -> None:
+        """Takes over changes to parameters since the last step: clamped, swapped, loaded or rebound weights.
+
+        Tensors that users have set as parameters' data are copied in. The tensors remain the users'.
         Such a tensor stays the parameter's storage, as under DDP: its user may hold it. Other tensors may still use the
         memory that the parameter had in the bucket: two parameters may have swapped data. So from then on all
         parameters keep the memory that they have, and the bucket works on copies of them in a new buffer.
@@ -327,18 +323,11 @@ class ParameterBucket(GradientBucket):
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
-        if not self._has_copies and not self._lying_elsewhere():
-            return
-        self._check_unchanged()
-        with torch.no_grad():
-            if not self._has_copies:
-                self._has_copies = True
-                self.flat = self.flat.clone()
-                for slot in self.slots if self.master is None else ():
-                    if slot.shard is not None:
-                        slot.shard.data = slot.view_into_shard(self.shard)
-            for slot in self.slots:
-                slot.view_into(self.flat).copy_(slot.parameter.data)
+        if self._has_copies or self._lying_elsewhere():
+            self._copy_in()
+        if self.master is not None:
+            with torch.no_grad():
+                take_where_changed(self.master, self.shard, self._rounded(self.master))
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -347,6 +336,18 @@ class ParameterBucket(GradientBucket):
                 view = slot.view_into(self.flat)
                 view.copy_(slot.parameter.data)
                 slot.parameter.data = view
+
+    @torch.no_grad()
+    def _copy_in(self) -> None:
+        self._check_unchanged()
+        if not self._has_copies:
+            self._has_copies = True
+            self.flat = self.flat.clone()
+            for slot in self.slots if self.master is None else ():
+                if slot.shard is not None:
+                    slot.shard.data = slot.view_into_shard(self.shard)
+        for slot in self.slots:
+            slot.view_into(self.flat).copy_(slot.parameter.data)
 
     def _lying_elsewhere(self) -> bool:
         """Whether a parameter with elements lies outside of the buffer, or in another order."""
@@ -391,14 +392,6 @@ class ParameterBucket(GradientBucket):
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)
-
-    # Not `@torch.no_grad()`: that is ten calls in every step, even if there is nothing to do.
-
-    def refresh_master_weights(self) -> None:
-        """Takes over changes to parameters since the last step: clamped, swapped or loaded weights."""
-        if self.master is not None:
-            with torch.no_grad():
-                take_where_changed(self.master, self.shard, self._rounded(self.master))
 
     def parameters_to_send(self) -> Tensor:
         """The buffer of the all-gather, with this rank's stepped part: the parameters' buffer, or a narrow one."""

@@ -89,3 +89,8 @@ def own_rows(parameter: DTensor, gathered: Tensor) -> slice:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, over the same memory. A whole tensor is returned unchanged. Not collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor. A whole tensor is returned unchanged. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -15,7 +15,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -136,8 +136,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     """The sharding of a sharded optimizer, see :func:`is_sharded`."""
-    sharding: OptimizerSharding = vars(optimizer)["_sharding"]
-    return sharding
+    return cast(OptimizerSharding, vars(optimizer)["_sharding"])
 
 
 class OptimizerSharding:
@@ -261,9 +260,8 @@ class OptimizerSharding:
             self.reducer.reduce_left_over(self.buckets[before:])
         self.reducer.finish(self.buckets)
         for bucket in self.buckets:
-            # The user's changes to parameters since the last step (clamped, swapped, loaded) are stepped.
-            bucket.copy_in_rebound()
-            bucket.refresh_master_weights()
+            # The user's changes are stepped.
+            bucket.take_over_changes()
 
     def _parts(self) -> list[tuple[list[ParameterBucket], list[list[Tensor]]]]:
         """The parts that are stepped one after the other: the first is in flight while the next steps.
@@ -275,9 +273,13 @@ class OptimizerSharding:
             Buckets, and their tensors in each of the optimizer's groups.
         """
         stepped = self.stepped()
+        is_elementwise = type(self.optimizer) in ELEMENTWISE_OPTIMIZERS
+        # Those that may have moved on any rank: the same on all ranks. A user may have set a gradient, and an unknown
+        # optimizer may move parameters without one.
+        all_move = self.exposes_gradients or not is_elementwise
         # The last gradients to be ready belong to the parameters that the next forward reads first.
-        buckets = self._stepped_buckets()[::-1]
-        if type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+        buckets = [bucket for bucket in reversed(self.buckets) if all_move or bucket.has_gradients]
+        if not is_elementwise or len(buckets) < 2:
             return [(buckets, [[tensor for _, tensor in group] for group in stepped])]
         parts = [
             (together, [[tensor for bucket, tensor in group if bucket in together] for group in stepped])
@@ -285,13 +287,6 @@ class OptimizerSharding:
         ]
         others = [[tensor for bucket, tensor in group if bucket is None] for group in stepped]
         return [*parts, ([], others)] if any(others) else parts
-
-    def _stepped_buckets(self) -> list[ParameterBucket]:
-        """Buckets whose parameters may have moved on any rank. The same on all ranks."""
-        if self.exposes_gradients or type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS:
-            # A user may have set a gradient, and an unknown optimizer may move parameters without one.
-            return self.buckets
-        return [bucket for bucket in self.buckets if bucket.has_gradients]
 
 
 _SMALLEST_STEP = 2**20

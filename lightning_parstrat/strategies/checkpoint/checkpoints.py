@@ -284,27 +284,23 @@ class Checkpoints(Part):
                 f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"
                 f" {len(optimizers)}. `configure_optimizers` must return as many as when it was saved."
             )
-        module = self._strategy.lightning_module
-        names = {} if module is None else {parameter: name for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
         for optimizer, state in zip(optimizers, states, strict=False):
             check_shapes(optimizer, state, names)
             if not is_sharded(optimizer):
                 # No other optimizer steps master weights. They would be read whole.
                 state = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
-            if self._loaded is not None:
-                state = self._part_of(self._loaded, optimizer, state)
+            if (loaded := self._loaded) is not None:
+                cuts = self._state.cuts_of(optimizer)
+                read = partial(loaded.own_parts, optimizer, state, cuts)
+                with watching("loading an optimizer's state"):
+                    state = self._all_or_none(read, "reading its part")
             optimizer.load_state_dict(self._state.own_part(optimizer, state, is_mapped=self._loaded is None))
             _to_device(optimizer, self._strategy.root_device)
         self._loaded = None
-        trainer = trainer_of(module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self._trainer.state.fn == TrainerFn.FITTING:
             # Not earlier, because Lightning makes the training's loaders next.
             self._resume.before_loaders()
-
-    def _part_of(self, loaded: ShardedCheckpoint, optimizer: Optimizer, state: dict[str, Any]) -> Any:
-        cuts = self._state.cuts_of(optimizer)
-        with watching("loading an optimizer's state"):
-            return self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), "reading its part")
 
     @override
     def on_train_start(self) -> None:

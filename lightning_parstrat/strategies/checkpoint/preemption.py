@@ -194,7 +194,13 @@ class Preemption(Part):
         for logger in trainer.loggers:
             # Slurm ends this process without a teardown, and a logger's buffer would be lost.
             logger.save()
-        saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
+        if self._requeue_signal is None:
+            saved = _save_last(trainer)
+        else:
+            # Where Lightning looks when the job runs again. The name has a number that grows with the files in the
+            # folder. Ranks may see these at different times.
+            saved = [trainer.strategy.broadcast(path_for_slurm_job(trainer))]
+            trainer.save_checkpoint(saved[0])
         self._resume.keeps_next_fetch = False
         self._wait_for_saves()
         for path in saved:
@@ -233,14 +239,6 @@ class SavesWhenPreempted(LambdaCallback):
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
         return self
-
-
-def _save_for_job(trainer: Trainer) -> list[str]:
-    """Saves the checkpoint that Lightning looks for when a Slurm job runs again. Collective. Returns the path."""
-    # The name has a number that grows with the files in the folder. Ranks may see these at different times.
-    path = trainer.strategy.broadcast(path_for_slurm_job(trainer))
-    trainer.save_checkpoint(path)
-    return [path]
 
 
 def _save_last(trainer: Trainer) -> list[str]:

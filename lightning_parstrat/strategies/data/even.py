@@ -5,7 +5,7 @@ other ranks do not train on their remaining batches. If all ranks know their len
 changed, and ranks send nothing more. That is so with Lightning's distributed sampler for any map-style dataset.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -96,7 +96,7 @@ class _Even(StandIn):
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
         if self._least is None:
-            return _SomeBatches(batches, _while_all_have_one(batches, self._control))
+            return _SomeBatches(batches, while_all_have_one(batches, self._control, "training batch", _end))
         return _SomeBatches(batches, islice(batches, max(0, self._least - batches_before(batches))))
 
     @override
@@ -106,16 +106,30 @@ class _Even(StandIn):
         return self._least
 
 
-def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterator[Any]:
+def while_all_have_one(
+    batches: Iterator[Any], control: Collectives, name: str, at_difference: Callable[[int], None]
+) -> Iterator[Any]:
+    """The batches until a rank has none left. Collective before each.
+
+    Args:
+        batches: This rank's.
+        control: Compares whether ranks have one.
+        name: What a batch is called in logs of ranks that wait.
+        at_difference: Called with the number of earlier batches if another rank has one more.
+    """
     for number in count():
         batch = next(batches, _NO_BATCH)
-        with watching("the agreement on the next training batch"):
+        with watching(f"the agreement on the next {name}"):
             some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), control)
         if not all_have:
             if some_have:
-                rank_zero_warn(
-                    f"After {counted(number, 'training batch', 'training batches')} a rank had none left while others"
-                    " had; the epoch ends there on all ranks."
-                )
+                at_difference(number)
             return
         yield batch
+
+
+def _end(number: int) -> None:
+    rank_zero_warn(
+        f"After {counted(number, 'training batch', 'training batches')} a rank had none left while others had; the"
+        " epoch ends there on all ranks."
+    )
