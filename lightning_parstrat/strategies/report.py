@@ -59,9 +59,6 @@ class Report(Part):
         super().__init__(strategy)
         self._flag, self._traffic = flag, traffic
         self._said: set[str] = set()
-        self._begin()
-
-    def _begin(self) -> None:
         self._moments: deque[_Moment] = deque(maxlen=_STEPS_KEPT)
 
     def say(self, line: str, warns: bool = False) -> None:
@@ -73,15 +70,15 @@ class Report(Part):
     @override
     def on_train_start(self) -> None:
         """Begins to measure."""
-        self._begin()
+        self._moments.clear()
 
     def note_step(self) -> None:
         """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
         global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
         if not self._moments or self._moments[-1].global_step != global_step:
-            sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
-            self._moments.append(_Moment(global_step, time.perf_counter(), traffic.waited_seconds, sent))
+            moment = _Moment(global_step, time.perf_counter(), traffic.waited_seconds, traffic.bytes_sent)
+            self._moments.append(moment)
 
     @override
     def on_train_end(self) -> None:

@@ -88,14 +88,9 @@ def doubling_steps(rank: int, world_size: int) -> Sequence[tuple[int, bool, bool
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent since it was created.
+    """What this rank has sent of buckets since it was created."""
 
-    All-reduces are those of shards, between groups of ranks that hold a copy each.
-    """
-
-    reduce_scatter_bytes: int = 0
-    all_gather_bytes: int = 0
-    all_reduce_bytes: int = 0
+    bytes_sent: int = 0
     # Not compared: if two traffics sent the same, they are equal, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
     """Seconds that this host has waited: on CPU, communication that nothing hid. On a GPU, streams wait instead."""
@@ -208,11 +203,11 @@ class Collectives(ABC):
             self._all_gather(buffer, bounds).wait()
         vars(self.traffic).update(counted)
 
-    def count(self, counter: str, sent: int) -> None:
-        """Adds the bytes that this rank sends to a counter of ``traffic``. Any thread may call it."""
+    def count(self, sent: int) -> None:
+        """Adds the bytes that this rank sends to ``traffic``. Any thread may call it."""
         # A thread may launch the second level of an exchange while the main thread launches the first of the next.
         with self._counting:
-            setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
+            self.traffic.bytes_sent += sent
 
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""
@@ -349,19 +344,19 @@ class PairwiseCollectives(Collectives):
         sums = shard.new_empty(equal.step)
         yield from self._sum_evenly(buffer, sums, equal, tags)
         del buffer
-        yield self._pass_on(sums, equal, shard, bounds, "reduce_scatter_bytes", next(tags))
+        yield self._pass_on(sums, equal, shard, bounds, next(tags))
 
     def _gather(self, buffer: Tensor, bounds: Sequence[int]) -> Steps:
         tags, own = count(Tag.EXCHANGE), self.place.shard
         equal = even_bounds(buffer.numel(), self.shard_count)
         if not isinstance(bounds, range):
             stepped, part = buffer[bounds[own] : bounds[own + 1]], buffer[equal[own] : equal[own + 1]]
-            yield self._pass_on(stepped, bounds, part, equal, "all_gather_bytes", next(tags))
+            yield self._pass_on(stepped, bounds, part, equal, next(tags))
         yield from self._gather_evenly(buffer, equal, tags)
 
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         parts = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        (of_mates,) = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
+        (of_mates,) = yield from self._swap(parts, next(tags))
         sum_in_order(of_mates, shard)
         if self.place.copies > 1:
             del buffer, parts, of_mates
@@ -371,20 +366,18 @@ class PairwiseCollectives(Collectives):
         """Each holder sums one piece, and sends the sum to all others, so that all have the same bits."""
         bounds = piece_bounds(shard.numel(), len(self._holders))
         pieces = {holder: [piece] for holder, piece in zip(self._holders, split(shard, bounds), strict=True)}
-        (of_holders,) = yield from self._swap(pieces, "all_reduce_bytes", next(tags))
+        (of_holders,) = yield from self._swap(pieces, next(tags))
         (own,) = pieces[self.rank]
         total = torch.empty_like(own)
         sum_in_order(of_holders, total)
         own.copy_(total)
-        yield self._transfer(dict.fromkeys(pieces, (own,)), pieces, "all_reduce_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(pieces, (own,)), pieces, next(tags))
 
     def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
         chunks = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, "all_gather_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, next(tags))
 
-    def _pass_on(
-        self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: str, tag: int
-    ) -> Work:
+    def _pass_on(self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], tag: int) -> Work:
         """Sends what this rank has to the ranks that need it, and receives what this rank needs.
 
         Args:
@@ -392,7 +385,6 @@ class PairwiseCollectives(Collectives):
             had: The bounds of what ranks have.
             target: Gets this rank's part by the bounds ``wanted``.
             wanted: The bounds of what ranks need.
-            counted_as: See :meth:`_transfer`.
             tag: See :meth:`_transfer`.
         """
         shard = self.place.shard
@@ -409,14 +401,13 @@ class PairwiseCollectives(Collectives):
         if kept is not None and place is not None and kept.data_ptr() != place.data_ptr():
             place.copy_(kept)
         sent, received = ({self.mates[mate]: [part] for mate, part in one.items()} for one in (leaving, arriving))
-        return self._transfer(sent, received, counted_as, tag)
+        return self._transfer(sent, received, tag)
 
-    def _swap(self, parts: Chunks, counted_as: str, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    def _swap(self, parts: Chunks, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
         """Sends some ranks their parts, and receives this rank's.
 
         Args:
             parts: The parts of each rank, this one included, in the order in which sums are made.
-            counted_as: See :meth:`_transfer`.
             tag: See :meth:`_transfer`.
 
         Returns:
@@ -424,17 +415,16 @@ class PairwiseCollectives(Collectives):
         """
         own = parts[self.rank]
         arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
-        yield self._transfer(parts, arriving, counted_as, tag)
+        yield self._transfer(parts, arriving, tag)
         return list(zip(*arriving.values(), strict=True))
 
-    def _transfer(self, leaving: Chunks, arriving: Chunks, counted_as: str, tag: int) -> Work:
+    def _transfer(self, leaving: Chunks, arriving: Chunks, tag: int) -> Work:
         """Sends other ranks their chunks, and receives from them.
 
         Args:
             leaving: The chunks for each rank. They must be kept until the work has been waited for. Those for this
                 rank are left out.
             arriving: The memory for what each rank sends.
-            counted_as: The counter of ``traffic`` to which the sent bytes are added.
             tag: All transfers of one tag are launched by one thread.
         """
         messages = [
@@ -445,7 +435,7 @@ class PairwiseCollectives(Collectives):
             # Both sides know the sizes, so both leave out the same empty chunks.
             if rank != self.rank and chunk.numel()
         ]
-        self.count(counted_as, sum(message.tensor.nbytes for message in messages if message.sends))
+        self.count(sum(message.tensor.nbytes for message in messages if message.sends))
         messages.sort(key=self._turn)
         return launch(self.group, messages, tag)
 
@@ -480,7 +470,7 @@ class TwoLevelCollectives(PairwiseCollectives):
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         chunks = split(buffer, bounds)
         parts = {mate: [chunks[rank] for rank in column] for mate, column in self._columns.items()}
-        by_counterpart = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
+        by_counterpart = yield from self._swap(parts, next(tags))
         sums: dict[int, Sequence[Tensor]] = {}
         for rank, of_mates in zip(self._counterparts, by_counterpart, strict=True):
             narrow = of_mates[0].dtype
@@ -489,7 +479,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             # The sent sum is narrow. This rank's own sum stays wide until the final addition.
             sums[rank] = [total if rank == self.rank else total.to(narrow)]
         del buffer, chunks, parts, by_counterpart, of_mates
-        (of_nodes,) = yield from self._swap(sums, "reduce_scatter_bytes", next(tags))
+        (of_nodes,) = yield from self._swap(sums, next(tags))
         sum_in_order(of_nodes, shard)
 
     @override
@@ -497,10 +487,10 @@ class TwoLevelCollectives(PairwiseCollectives):
         chunks = split(buffer, bounds)
         own = dict.fromkeys(self._counterparts, (chunks[self.rank],))
         of_counterparts = {rank: [chunks[rank]] for rank in self._counterparts}
-        yield self._transfer(own, of_counterparts, "all_gather_bytes", next(tags))
+        yield self._transfer(own, of_counterparts, next(tags))
         column = dict.fromkeys(self._columns, tuple(chunks[rank] for rank in self._counterparts))
         of_mates = {mate: [chunks[rank] for rank in ranks] for mate, ranks in self._columns.items()}
-        yield self._transfer(column, of_mates, "all_gather_bytes", next(tags))
+        yield self._transfer(column, of_mates, next(tags))
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
