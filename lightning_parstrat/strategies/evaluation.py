@@ -7,7 +7,7 @@ step.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -21,10 +21,8 @@ from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
-from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import watching
-from lightning_parstrat.strategies.data.even import while_all_have_one
-from lightning_parstrat.strategies.data.stand_in import StandIn
+from lightning_parstrat.strategies.data.even import Even, while_all_have_one
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns
 from lightning_parstrat.strategies.parts import Part
@@ -104,8 +102,15 @@ class StepsOfAllRanks(Part):
         with watching("the comparison of all ranks' data loaders"):
             most, least = extremes_over_ranks(_UNKNOWN if length is None else length, control)
         if most == _UNKNOWN:
-            limit = getattr(trainer, f"limit_{prefix}_batches")
-            return _AskedForEachBatch(dataloader, limit if isinstance(limit, int) else None, prefix, control)
+            given = getattr(trainer, f"limit_{prefix}_batches")
+            limit = given if isinstance(given, int) else None
+
+            def refuse(number: int) -> NoReturn:
+                had = counted(number, "batch", "batches")
+                _refuse(f"After {had} of a {prefix}_dataloader a rank has none left, while another one has")
+
+            name = "batch that is evaluated"
+            return Even(dataloader, lambda batches: islice(while_all_have_one(batches, control, name, refuse), limit))
         if least == 0 < most:
             _refuse(f"A rank has no batch of a {prefix}_dataloader, while another one has {most}")
         return dataloader
@@ -163,32 +168,6 @@ class StepsOfAllRanks(Part):
         if self._loop is not None:
             give_back_loop(self._loop)
         self._loop = None
-
-
-class _AskedForEachBatch(StandIn):
-    """Stands for a loader whose length some rank does not know. The ranks compare before each batch."""
-
-    __slots__ = ("_control", "_limit", "_prefix")
-
-    def __init__(self, dataloader: Any, limit: int | None, prefix: str, control: Collectives) -> None:
-        super().__init__(dataloader)
-        self._limit, self._prefix, self._control = limit, prefix, control
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        name = "batch that is evaluated"
-        batches = while_all_have_one(super().__iter__(), self._control, name, self._end)
-        # Made with the first batch, as its loader draws random numbers.
-        yield from islice(batches, self._limit)
-
-    def _end(self, number: int) -> None:
-        had = counted(number, "batch", "batches")
-        _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
-
-    @override
-    def __len__(self) -> int:
-        # It raises on every rank, so that all ranks compare before each batch, or none does.
-        raise TypeError("the data loader of some rank does not know its length")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -217,8 +217,8 @@ distributed/ddp/trained_parameters.py: what is unfrozen in training is not avera
 strategies/test_trained_parameters.py::test_what_is_trained_is_averaged
 
 strategies/data/even.py: an epoch of ranks with different numbers of batches is one batch short
-- return _Even(dataloader, control, least)
-+ return _Even(dataloader, control, least - 1)
+- islice(batches, max(0, least - batches_before(batches))), least)
++ islice(batches, max(0, least - 1 - batches_before(batches))), least - 1)
 strategies/test_dataloaders.py::test_all_ranks_train_on_the_smallest_number_of_batches
 
 strategies/data/places.py: a loader goes on with what its workers have prefetched

@@ -46,7 +46,7 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     with watching("the comparison of all ranks' data loaders"):
         most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
-        return _Even(dataloader, control, None)
+        return Even(dataloader, lambda batches: while_all_have_one(batches, control, "training batch", _end))
     if least == most:
         return dataloader
     if least == 0 and not allow_empty:
@@ -58,12 +58,12 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
         f"The ranks have between {least} and {most} training batches. Each epoch ends on all ranks after {least}; the"
         " remaining batches of some ranks are not used in it."
     )
-    return _Even(dataloader, control, least)
+    return Even(dataloader, lambda batches: islice(batches, max(0, least - batches_before(batches))), least)
 
 
 def users_own(dataloader: Any) -> Any:
     """The user's loader, for a loader that may be a stand-in."""
-    return dataloader.stands_for if type(dataloader) is _Even else dataloader
+    return dataloader.stands_for if type(dataloader) is Even else dataloader
 
 
 class _SomeBatches(StandIn):
@@ -83,27 +83,34 @@ class _SomeBatches(StandIn):
         return next(self._batches)
 
 
-class _Even(StandIn):
-    """Ends after the number of batches that every rank has. If that is unknown, ends when a rank has none left."""
+class Even(StandIn):
+    """Stands for a loader, and ends on all ranks together.
 
-    __slots__ = ("_control", "_least")
+    Args:
+        dataloader: The loader.
+        some: Yields those of its batches that all ranks have.
+        length: Their number. None if that is unknown.
+    """
 
-    def __init__(self, dataloader: Any, control: Collectives, least: int | None) -> None:
+    __slots__ = ("_length", "_some")
+
+    def __init__(
+        self, dataloader: Any, some: Callable[[Iterator[Any]], Iterator[Any]], length: int | None = None
+    ) -> None:
         super().__init__(dataloader)
-        self._control, self._least = control, least
+        self._some, self._length = some, length
 
     @override
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
-        if self._least is None:
-            return _SomeBatches(batches, while_all_have_one(batches, self._control, "training batch", _end))
-        return _SomeBatches(batches, islice(batches, max(0, self._least - batches_before(batches))))
+        return _SomeBatches(batches, self._some(batches))
 
     @override
     def __len__(self) -> int:
-        if self._least is None:
+        if self._length is None:
+            # On every rank, also on those whose loaders know their lengths.
             raise TypeError("the data loader of some rank does not know its length")
-        return self._least
+        return self._length
 
 
 def while_all_have_one(
