@@ -158,12 +158,12 @@ class BucketLayout(NamedTuple):
         """Elements that ``rank`` owns, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    def slice_of(self, slot: Slot, rank: int) -> ShardSlice | None:
-        """The part of the slot's parameter that ``rank`` owns, or None."""
+    def slice_of(self, slot: Slot, rank: int) -> ShardSlice:
+        """The part of the slot's parameter that ``rank`` owns, maybe without elements."""
         start, stop = self.bounds[rank], self.bounds[rank + 1]
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
         if first >= last:
-            return None
+            return ShardSlice(slot.parameter, 0, 0, 0)
         return ShardSlice(slot.parameter, first - slot.offset, first - start, last - first)
 
 

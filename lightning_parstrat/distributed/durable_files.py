@@ -179,7 +179,9 @@ def remove_left_behind(folder: Path) -> None:
     """
     for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
         try:
-            if time.time() - _last_change(path) > _SECONDS_UNTIL_LEFT_BEHIND:
+            inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+            last_change = max(one.lstat().st_mtime for one in (path, *inside))
+            if time.time() - last_change > _SECONDS_UNTIL_LEFT_BEHIND:
                 remove(path)
         except OSError:
             # Another process was faster, or the file is another user's.
@@ -197,13 +199,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _last_change(path: Path) -> float:
-    times = [path.lstat().st_mtime]
-    if path.is_dir() and not path.is_symlink():
-        times += [entry.lstat().st_mtime for entry in path.iterdir()]
-    return max(times)
 
 
 def _replaced_name(path: Path) -> Path:

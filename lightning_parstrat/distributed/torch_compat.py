@@ -125,7 +125,6 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 import dataclasses
 import functools
 import operator
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -144,12 +143,6 @@ from torch.utils.hooks import RemovableHandle
 
 TORCH_SEEN = ("2.11.0", "2.13.0")
 """The versions of torch in which the names above were seen, and with which the tests have run. The last is pinned."""
-
-
-def is_newer(version: str, seen: Collection[str]) -> bool:
-    """Whether a version is of a later minor release than all seen ones. A version without numbers is not."""
-    minors = [tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, *seen)]
-    return minors[0] > max(minors[1:])
 
 
 # Backward.

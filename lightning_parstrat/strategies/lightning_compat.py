@@ -87,6 +87,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat.distributed.engine.stepping import lend_methods
-from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
+from lightning_parstrat.distributed.torch_compat import TORCH_SEEN
 
 LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 """Versions of Lightning that have the names above, and with which all tests or the quick ones have passed."""
@@ -113,8 +114,13 @@ LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:
     """The warning about versions of torch and Lightning that are newer than the tested ones. None if none is."""
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
     compared = (("torch", torch_version, TORCH_SEEN), ("lightning", lightning_version, LIGHTNING_SEEN))
-    newer = [f"{name} up to {seen[-1]} (here: {one})" for name, one, seen in compared if is_newer(one, seen)]
+    # A version without numbers is not newer.
+    newer = [f"{name} up to {seen[-1]} (here: {v})" for name, v, seen in compared if minor(v) > max(map(minor, seen))]
     if not newer:
         return None
     return (

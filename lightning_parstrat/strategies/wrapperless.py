@@ -1,5 +1,6 @@
 """For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -48,10 +49,12 @@ class WrapperlessDDPStrategy(DDPStrategy):
         start_method: How the processes are launched.
     """
 
-    flag: str
-    """The name that the strategy is registered under. Messages begin with it."""
-
     _equal: "EqualRanks"
+
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name that the strategy is registered under. Messages begin with it."""
 
     def __init__(
         self,

@@ -76,7 +76,8 @@ class Liveness:
             # The rank that sets it first gets its own point back.
             if self._store.compare_set(f"{call}/point", "", point or "-").decode() != (point or "-"):
                 self._store.set(f"{call}/apart", "yes")
-            absent = self._wait_for_others(call, (grace or self._store.timeout).total_seconds())
+            longest = self._store.timeout if grace is None else grace
+            absent = self._wait_for_others(call, longest.total_seconds())
             # The first rank to write it decides for all: a rank that comes meanwhile must not make ranks differ.
             found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
             is_apart = self._store.check([f"{call}/apart"])

@@ -25,7 +25,6 @@ from lightning_parstrat.distributed.comm.agreement import (
     all_have_same,
     any_rank_for_each,
 )
-from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
@@ -133,7 +132,13 @@ class TrainedParameters:
         frozen = {one for one in waits if not one.requires_grad}
         self._without = [one for one in waits if one.grad is None and (one in frozen or one not in reached)]
         if self._idle:
-            self._take_part_with_zeros()
+            # They take part with zeros, by a separate backward: the user's sees them unchanged.
+            sparse = [one for one in self._idle if self.sent[one]]
+            with torch.enable_grad(), trainable(self._idle):
+                nothing = [_nothing_of(one, self.sent[one]) for one in self._idle]
+            # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
+            with trainable(sparse):
+                torch.autograd.backward(nothing)
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -163,7 +168,20 @@ class TrainedParameters:
         """
         if not self._is_alike():
             left_out, added = (f"{self._label(one)}: left out" for one in self._idle), self._beside
-            _raise_difference([*left_out, *(f"{self._label(one)}: trained" for one in added)], self._control)
+            differing = [*left_out, *(f"{self._label(one)}: trained" for one in added)]
+            by_rank: list[list[str]] = all_gather_object(differing, self._control.group)
+            lines = []
+            for one in sorted({one for of_rank in by_rank for one in of_rank}):
+                ranks = [rank for rank, of_rank in enumerate(by_rank) if one in of_rank]
+                if len(ranks) < len(by_rank):
+                    lines.append(f"{one} by {names_of(ranks)} alone")
+            raise DifferentParametersError(
+                "The ranks do not train the same parameters in the same step:\n  "
+                + listed(lines or ["they differ in their dtypes, or in which of them are new"], "\n  ")
+                + "\nSet `requires_grad` alike on all ranks, and add and remove parameters alike: look for code that"
+                " depends on the rank or on its data. Where ranks use different parameters on purpose, give"
+                " find_unused_parameters=True."
+            )
 
     def _is_alike(self) -> bool:
         return self._message is None or bool(self._message.wait().is_alike)
@@ -196,15 +214,6 @@ class TrainedParameters:
                 with suppress(RuntimeError), trainable([parameter]):
                     note = self._fired.add
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-
-    def _take_part_with_zeros(self) -> None:
-        """Gives the reducer the idle parameters' zeros, by a separate backward: the user's sees them unchanged."""
-        sparse = [one for one in self._idle if self.sent[one]]
-        with torch.enable_grad(), trainable(self._idle):
-            nothing = [_nothing_of(one, self.sent[one]) for one in self._idle]
-        # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
-        with trainable(sparse):
-            torch.autograd.backward(nothing)
 
     def _found_beside(self) -> list[Tensor]:
         chosen = self._fired & self._hooks.keys()
@@ -267,18 +276,3 @@ def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
             left.discard(getattr(node, "variable", None))
             waiting += [following for following, _ in node.next_functions]
     return set(wanted) - left
-
-
-def _raise_difference(differing: list[str], control: Collectives) -> None:
-    by_rank: list[list[str]] = all_gather_object(differing, control.group)
-    lines = []
-    for one in sorted({one for of_rank in by_rank for one in of_rank}):
-        ranks = [rank for rank, of_rank in enumerate(by_rank) if one in of_rank]
-        if len(ranks) < len(by_rank):
-            lines.append(f"{one} by {names_of(ranks)} alone")
-    raise DifferentParametersError(
-        "The ranks do not train the same parameters in the same step:\n  "
-        + listed(lines or ["they differ in their dtypes, or in which of them are new"], "\n  ")
-        + "\nSet `requires_grad` alike on all ranks, and add and remove parameters alike: look for code that depends on"
-        " the rank or on its data. Where ranks use different parameters on purpose, give find_unused_parameters=True."
-    )

@@ -30,7 +30,7 @@ class ParameterSlot:
         place: The parameter's place in the bucket.
         strides: Its strides in the bucket. A dense parameter keeps its strides (channels_last is kept), any other is
             row-major.
-        shard_slice: The part of the parameter that this rank owns, or None.
+        shard_slice: The part of the parameter that this rank owns, maybe without elements.
         shard: That part as a parameter for the optimizer, or None.
         expected: Whether the next bucket launch waits for the parameter's gradient.
         fresh: Whether autograd has accumulated into ``param.grad`` since the gradient was last packed.
@@ -45,7 +45,7 @@ class ParameterSlot:
     bucket: "GradientBucket"
     place: Slot
     strides: tuple[int, ...] = field(init=False)
-    shard_slice: ShardSlice | None = field(init=False)
+    shard_slice: ShardSlice = field(init=False)
     shard: nn.Parameter | None = None
     expected: bool = False
     fresh: bool = False
@@ -71,8 +71,6 @@ class ParameterSlot:
 
     def view_into_shard(self, flat_shard: Tensor) -> Tensor:
         """The part this rank owns, in a buffer of the shard's length: 1-D, or the uncut parameter in its shape."""
-        if self.shard_slice is None:
-            raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
         start = flat_shard.storage_offset() + self.shard_slice.shard_start
         if self.shard_slice.numel == self.place.numel:
             # An optimizer that depends on shapes (Muon, Adafactor) must see the parameter's own shape.
@@ -85,10 +83,9 @@ class ParameterSlot:
 
     def part_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a tensor of the parameter's shape: a view, if its strides are the bucket's."""
-        if self.shard_slice is None or self.shard is None:
-            raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
-        return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
+        is_uncut = self.shard_slice.numel == self.place.numel
+        return part.as_strided(self.parameter.shape, self.strides) if is_uncut else part
 
 
 class GradientBucket:
@@ -188,20 +185,6 @@ class GradientBucket:
             copy_all(places, gradients)
         return buffer
 
-    def room_for_sum(self, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
-        """The memory for the shard of the sum of ``buffer``, and the buffer around it if the sum is to be exposed.
-
-        Args:
-            buffer: Packed gradients.
-            exposes: Whether the sum is to be exposed.
-        """
-        if not exposes:
-            kept_in = self.sum_dtype if self.is_partial else self.shard_dtype
-            return buffer.new_empty(self.shard_numel, dtype=kept_in), None
-        # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
-        unsharded = torch.empty_like(buffer, dtype=self.dtype)
-        return self.shard_of(unsharded), unsharded
-
     def attach_exposed_gradients(self) -> None:
         """Makes each owned shard's ``.grad`` its part of ``param.grad``, with the user's changes."""
         for slot in self.slots:
@@ -242,7 +225,7 @@ class GradientBucket:
             self.shard_gradient = self.unsharded_gradient = None
             self.is_partial = False
         for slot in mine:
-            if self.shard_gradient is not None and slot.shard_slice is not None:
+            if self.shard_gradient is not None and slot.shard_slice.numel:
                 slot.view_into_shard(self.shard_gradient).zero_()
             if set_to_none:
                 slot.used = False
@@ -285,7 +268,7 @@ class ParameterBucket(GradientBucket):
         if master_dtype is not None:
             self.master = self.shard.to(master_dtype, copy=True)
         for slot in self.slots:
-            if slot.shard_slice is not None:
+            if slot.shard_slice.numel:
                 slot.shard = nn.Parameter(slot.view_into_shard(self.shard if self.master is None else self.master))
         # Parameters, shards and the bucket itself.
         self._own_users = users_of_storage(self.flat)
@@ -339,7 +322,14 @@ class ParameterBucket(GradientBucket):
 
     @torch.no_grad()
     def _copy_in(self) -> None:
-        self._check_unchanged()
+        for slot in self.slots:
+            data = slot.parameter.data
+            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
+                raise ValueError(
+                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
+                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
+                    " before `fit`, not during it."
+                )
         if not self._has_copies:
             self._has_copies = True
             self.flat = self.flat.clone()
@@ -361,16 +351,6 @@ class ParameterBucket(GradientBucket):
             )
             for slot in self.slots
         )
-
-    def _check_unchanged(self) -> None:
-        for slot in self.slots:
-            data = slot.parameter.data
-            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
-                raise ValueError(
-                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
-                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
-                    " before `fit`, not during it."
-                )
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:

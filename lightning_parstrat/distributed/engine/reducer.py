@@ -349,7 +349,14 @@ class GradientReducer:
             # If the mean fits into float16, a sum over ranks may still overflow.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        shard, unsharded = bucket.room_for_sum(buffer, exposes)
+        unsharded: Tensor | None = None
+        if exposes:
+            # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
+            unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
+            shard = bucket.shard_of(unsharded)
+        else:
+            kept_in = bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
+            shard = buffer.new_empty(bucket.shard_numel, dtype=kept_in)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, again, scale, self._streams.current())
 

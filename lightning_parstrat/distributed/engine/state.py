@@ -218,7 +218,7 @@ def _own_parts(optimizer: Optimizer, shards: Shards) -> list[PartOfState]:
     parts = []
     for position, parameter in enumerate(grouped_parameters(optimizer)):
         slot = shards.slots.get(parameter)
-        if slot is None or slot.shard is None or slot.shard_slice is None:
+        if slot is None or slot.shard is None:
             continue
         entries = optimizer.state.get(slot.shard, {})
         tensors = {key: one for key, one in entries.items() if isinstance(one, Tensor)}

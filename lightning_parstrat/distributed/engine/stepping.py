@@ -375,14 +375,13 @@ def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
     return _make_copy, (type(self), self.defaults, self.param_groups)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
     "step": stepping_by(_steps_shards),
     "__reduce_ex__": _reduce_ex,
 }
-METHODS: frozenset[str] = frozenset(_METHODS)
 """The methods that a sharded optimizer has on the instance."""
 
 
@@ -390,12 +389,12 @@ def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
     """Makes a wrapper that inherits the optimizer's class use the sharded optimizer's methods, except ``step``."""
     if is_sharded(optimizer):
         methods = sharding_of(optimizer).methods
-        vars(wrapper).update({name: methods[name] for name in METHODS - {"step", "__reduce_ex__"}})
+        vars(wrapper).update({name: methods[name] for name in METHODS.keys() - {"step", "__reduce_ex__"}})
 
 
 def shard_optimizer(sharding: OptimizerSharding) -> None:
     """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded. Its buckets are found later."""
-    sharding.methods = {name: _bound(name, sharding.optimizer) for name in _METHODS}
+    sharding.methods = {name: _bound(name, sharding.optimizer) for name in METHODS}
     # Schedulers take it for their wrapper, which it may replace: an optimizer with a user's `step` is not sharded.
     mark_as_wrapped(sharding.methods["step"].__func__)
     # Not by `setattr`, which a class may have overridden.
@@ -407,7 +406,7 @@ def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
 
     @functools.wraps(getattr(type(optimizer), name))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
+        return METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
 
     return types.MethodType(method, optimizer)
 

@@ -123,7 +123,7 @@ def _own(value: Any, parameter: DTensor) -> Any:
     return local(shard_like(value, parameter) if is_whole else value)
 
 
-def _like_before(value: Any, before: Any, parameter: Tensor) -> Any:
+def _like_before(value: Any, before: Any, parameter: DTensor) -> Any:
     """The DTensor of which a step has changed this rank's part, or a new one if the part is new."""
     if before is not None and local(before) is value:
         return before

@@ -41,10 +41,6 @@ def watch_gradients(parameters: Iterable[Tensor], note: Callable[[Tensor], None]
     return end
 
 
-def _nothing(_: Callable[[Tensor], None]) -> Callable[[], None]:
-    return lambda: None
-
-
 class InconsistentWeightsError(ValueError):
     """A ``loss_weight`` is missing on some ranks or steps, or is no weight, or is 0 and its gradients are NaN."""
 
@@ -89,7 +85,7 @@ class LossWeights:
         self._window.clear()
         self._looks.clear()
 
-    def add(self, micro_batch: int, weight: Any, watch: Watch = _nothing) -> float | Tensor | None:
+    def add(self, micro_batch: int, weight: Any, watch: Watch = lambda _: lambda: None) -> float | Tensor | None:
         """Takes the weight of the micro-batch whose backward comes next.
 
         Collective in the first step of a training.

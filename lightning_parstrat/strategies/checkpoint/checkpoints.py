@@ -205,7 +205,7 @@ class Checkpoints(Part):
     @property
     def _can_save_alone(self) -> bool:
         """Whether this rank could write a checkpoint without the others, because it has all of the state."""
-        return not self.are_sharded and self._state.is_on_every_rank
+        return not self.are_sharded and self._state.is_whole and not any(map(is_sharded, self._state.optimizers))
 
     def remove(self, by_lightning: Callable[[str | Path], None], filepath: str | Path) -> None:
         """Removes a checkpoint, but not before its successor is complete."""

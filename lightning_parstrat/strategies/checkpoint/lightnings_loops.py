@@ -75,13 +75,6 @@ def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
         trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None
 
 
-def complete_last_batch(checkpoint: dict[str, Any]) -> None:
-    """Makes Lightning count the batch before the save as completed, because its validation comes next."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counters in (progress["total"], progress["current"]):
-        counters["completed"] = counters["processed"]
-
-
 def next_epoch(trainer: Trainer) -> int:
     """The number of the epoch that is resumed, or comes next."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress

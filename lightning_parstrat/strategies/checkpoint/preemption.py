@@ -125,10 +125,9 @@ class Preemption(Part):
     @override
     def on_train_start(self) -> None:
         """Checks for signals between batches from now on."""
-        if self._callback is not None:
-            # Not earlier: programs count, copy and compare their callbacks until a training starts.
-            self._remove_callback()
-            self._trainer.callbacks.insert(0, self._callback)
+        # Not earlier: programs count, copy and compare their callbacks until a training starts.
+        self._remove_callback()
+        self._trainer.callbacks.insert(0, self._callback)
 
     @override
     def on_train_end(self) -> None:

@@ -24,7 +24,6 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
-    complete_last_batch,
     count_epoch_as_begun,
     count_from_places,
     count_whole_epoch,
@@ -140,7 +139,10 @@ class Resume(Part):
         saved = entries.get(RESUME, _NOTHING)
         is_due = saved["validation_is_due"] and trainer is not None and trainer.enable_validation
         if is_due:
-            complete_last_batch(checkpoint)
+            # Lightning is to count the batch before the save as completed, because its validation comes next.
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counters in (progress["total"], progress["current"]):
+                counters["completed"] = counters["processed"]
         self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:

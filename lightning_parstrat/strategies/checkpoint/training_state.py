@@ -39,11 +39,6 @@ class TrainingState(Part):
         """Whether each rank has the whole module."""
         return True
 
-    @property
-    def is_on_every_rank(self) -> bool:
-        """Whether each rank has the whole state."""
-        return self.is_whole and not any(map(is_sharded, self.optimizers))
-
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
         """The state of a module that is not whole. Collective.
 
