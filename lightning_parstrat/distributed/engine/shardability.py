@@ -242,7 +242,9 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
     number = 0
     for group in twin.param_groups:
         if "lr" in group:
-            group["lr"] = _noticeable(group["lr"])
+            # Above zero. At the start of a warm-up it is often zero, and the trial needs movement.
+            rate, least = group["lr"], _SMALLEST_LEARNING_RATE
+            group["lr"] = rate.clamp(min=least) if isinstance(rate, Tensor) else max(rate, least)
         # Some parameters of every shape, and the last as well as the first.
         stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
         chosen = dict(enumerate(group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP], number))
@@ -252,13 +254,6 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
         group["params"] = list(chosen.values())
         probes.update(chosen)
     return _Twin(twin, probes)
-
-
-def _noticeable(learning_rate: Any) -> Any:
-    """A learning rate above zero. At the start of a warm-up it is often zero, and the trial needs movement."""
-    if isinstance(learning_rate, Tensor):
-        return learning_rate.clamp(min=_SMALLEST_LEARNING_RATE)
-    return max(learning_rate, _SMALLEST_LEARNING_RATE)
 
 
 def _gradient(probe: nn.Parameter, number: int, step: int, scale: float) -> Tensor:

@@ -164,8 +164,10 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._left = {name: one for name, one in parameters.items() if not _is_cut(one)}
-        cut = (one.device_mesh for one in parameters.values() if isinstance(one, DTensor) and one.device_mesh.ndim > 1)
+        sharded = {name: one for name, one in parameters.items() if isinstance(one, DTensor)}
+        cut_layers = {name for name, one in sharded.items() if any(map(Placement.is_shard, one.placements[1:]))}
+        self._left = {name: one for name, one in parameters.items() if name not in cut_layers}
+        cut = (one.device_mesh for one in sharded.values() if one.device_mesh.ndim > 1)
         self._group = next(cut).get_group("tensor")
         self._steps = _COMPARED_STEPS
 
@@ -207,10 +209,6 @@ class GradientCheck:
         for name, stays in zip(found, is_open, strict=True):
             if not stays:
                 del self._left[name]
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(map(Placement.is_shard, parameter.placements[1:]))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -296,7 +295,13 @@ class Checkpoints(Part):
                 with watching("loading an optimizer's state"):
                     state = self._all_or_none(read, "reading its part")
             optimizer.load_state_dict(self._state.own_part(optimizer, state, is_mapped=self._loaded is None))
-            _to_device(optimizer, self._strategy.root_device)
+            device = self._strategy.root_device
+            for parameter, values in optimizer.state.items():
+                if isinstance(values, MutableMapping):
+                    # Not counts of steps: `load_state_dict` has placed those already.
+                    values.update({key: move_data_to_device(v, device) for key, v in values.items() if key != "step"})
+                else:
+                    optimizer.state[parameter] = move_data_to_device(values, device)
         self._loaded = None
         if self._trainer.state.fn == TrainerFn.FITTING:
             # Not earlier, because Lightning makes the training's loaders next.
@@ -387,12 +392,3 @@ def _exists_when_saved(
 
 def _who_and_why(failed: Mapping[int, str], how: str) -> str:
     return f"{names_of(list(failed)).capitalize()} {how}: {next(iter(failed.values()))}"
-
-
-def _to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves an optimizer's state to a device, without counts of steps. ``load_state_dict`` has placed those already."""
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, MutableMapping):
-            state.update({key: move_data_to_device(value, device) for key, value in state.items() if key != "step"})
-        else:
-            optimizer.state[parameter] = move_data_to_device(state, device)
