@@ -105,14 +105,11 @@ class _WaitingFinder(MetaPathFinder):
                 del loader.exec_module
                 # A failed import may be repeated, for example in a notebook. So the finder waits for one that works.
                 execute(module)
-                self._stop_waiting_for(fullname)
+                self._waiting.discard(fullname)
+                # After the last module, the finder removes itself.
+                if not self._waiting and self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _serve(module)
 
             loader.exec_module = exec_module
         return spec
-
-    def _stop_waiting_for(self, fullname: str) -> None:
-        """Ignores the module from now on. After the last one, the finder removes itself."""
-        self._waiting.discard(fullname)
-        if not self._waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)

@@ -71,7 +71,12 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "slurm_job": own.get("slurm_job"),
         "keys": list(checkpoint),
         "parameters": [
-            {"name": name, "shape": list(value.shape), "dtype": _dtype(value), "bytes": value.nbytes}
+            {
+                "name": name,
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "bytes": value.nbytes,
+            }
             for name, value in checkpoint["state_dict"].items()
             if isinstance(value, Tensor)
         ],
@@ -101,10 +106,6 @@ def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     # A learning rate may be a tensor. In a sharded checkpoint it may be a tensor without elements.
     return value.item() if isinstance(value, Tensor) and value.device.type != "meta" else value
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _as_text(found: dict[str, Any], show_all: bool) -> str:

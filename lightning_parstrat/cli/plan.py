@@ -12,7 +12,7 @@ from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, pipeline, zero1, zero3
 from lightning_parstrat.core.policy import DivisionPolicy, ShardingPolicy
-from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import amount, count_of, counted
 
@@ -49,7 +49,7 @@ def make_parser() -> ArgumentParser:
     add("--reserve", type=float, default=0.2, help="part of the memory left for activations")
     add("--bandwidth", help="of a node's link, such as 100Gbit; shows how long sending takes")
     add("--compute-seconds", type=float, help="time of one process's step alone, to predict step times")
-    add("--shard-group", type=_shard_group, default="all", help="as in ZeRO1Strategy: all, node, or a number")
+    add("--shard-group", default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add(
         "--tensor-parallel",
         type=positive,
@@ -123,7 +123,12 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     by_name = {row["strategy"]: row for row in rows if row["strategy"] != "ddp"}
     fitting = [name for name, row in by_name.items() if row["fits"] is not False]
     if not fitting:
-        return None, _what_would_fit(training)
+        least = min(footprints(training), key=lambda one: one.peak)
+        return None, (
+            f"It fits under no strategy: even {least.strategy} holds {amount(least.peak)} at most,"
+            f" {amount(least.held)} of it between steps. If most of it is held between steps, take more ranks, or"
+            " --precision bf16-true. Otherwise take smaller units, by `auto_wrap_policy` of zero3_custom."
+        )
     if training.tensor_ranks > 1:
         return "zero3_custom", "Recommended: strategy=zero3_custom. The others cut no layers."
     tuned, sharded = by_name["ddp_tuned"], by_name["zero1_custom"]
@@ -161,15 +166,6 @@ def _better_in_stages(rows: Mapping[str, dict[str, Any]], fitting: list[str]) ->
     return (
         f"It trains {own / speeds[best]:.1f} times as many samples a second as {best}: it sends activations, and no"
         " gradients. All ranks have one batch (docs/pipeline.md)."
-    )
-
-
-def _what_would_fit(training: Training) -> str:
-    least = min(footprints(training), key=lambda one: one.peak)
-    return (
-        f"It fits under no strategy: even {least.strategy} holds {amount(least.peak)} at most, {amount(least.held)} of"
-        " it between steps. If most of it is held between steps, take more ranks, or --precision bf16-true."
-        " Otherwise take smaller units, by `auto_wrap_policy` of zero3_custom."
     )
 
 
@@ -228,12 +224,9 @@ def _slowed_by_equal_shares(arguments: Namespace) -> float:
     return sum(shares) / (ranks * min(shares))
 
 
-def _shard_group(text: str) -> ShardGroupChoice:
-    return int(text) if text.isdigit() else text  # type: ignore[return-value]
-
-
-def _shard_groups(choice: ShardGroupChoice, ranks: int, devices: int, tensor_ranks: int) -> ShardGroups:
+def _shard_groups(asked: str, ranks: int, devices: int, tensor_ranks: int) -> ShardGroups:
     try:
+        choice: Any = int(asked) if asked.isdigit() else asked
         ShardingPolicy(shard_group=choice)
         return ShardGroups.chosen(choice, Topology(tuple(rank // devices for rank in range(0, ranks, tensor_ranks))))
     except ValueError as error:
@@ -282,9 +275,7 @@ def _row(one: Footprint, room: float | None, rate: float | None, arguments: Name
 
 
 def _table(rows: list[dict[str, Any]], room: float | None) -> str:
-    def seconds(value: float) -> str:
-        return f"{value:.3f} s"
-
+    seconds = "{:.3f} s".format
     columns = {
         "strategy": ("strategy", str),
         "at most": ("peak_bytes", amount),

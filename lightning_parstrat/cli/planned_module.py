@@ -156,8 +156,7 @@ def _model(config: Any, path: Path, class_path: str | None) -> Mapping[str, Any]
             f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
             " passes to LightningCLI, such as --model my_package.model.MyModule."
         )
-    found: Mapping[str, Any] = section
-    return found
+    return section
 
 
 def _section(config: Any, name: str) -> Any:

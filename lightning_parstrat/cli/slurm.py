@@ -164,8 +164,10 @@ def render(arguments: Namespace, program: list[str]) -> str:
 
 
 def _directives(arguments: Namespace, program: list[str]) -> str:
+    files = [Path(word).stem for word in program if word.endswith(".py")]
+    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in (files or [""])[0]).strip("-")
     # Not --ntasks, because that counts the tasks of all nodes.
-    asked = {"job-name": arguments.name or _name_of(program), "nodes": arguments.nodes}
+    asked = {"job-name": arguments.name or name or "training", "nodes": arguments.nodes}
     asked |= {"ntasks-per-node": arguments.devices, "cpus-per-task": arguments.cpus_per_task}
     asked |= {name: getattr(arguments, name) for name in ("mem", "gres", "partition", "account", "time")}
     lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None]
@@ -195,12 +197,6 @@ def _environment(arguments: Namespace) -> list[str]:
         setup = arguments.setup if "/" in arguments.setup else f"./{arguments.setup}"
         lines += ["", "set +u", f"source {shlex.quote(setup)}", "set -u"]
     return [f"{line}\n" for line in lines]
-
-
-def _name_of(program: list[str]) -> str:
-    files = [Path(word).stem for word in program if word.endswith(".py")]
-    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in files[0]) if files else ""
-    return name.strip("-") or "training"
 
 
 def submit(job_file: str, folder: Path) -> int:

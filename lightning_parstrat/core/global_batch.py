@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, cycle
 from typing import NamedTuple
 
-from lightning_parstrat.core.checks import check, is_whole
-
 
 def cut(number: int, shares: Sequence[float]) -> list[int]:
     """Cuts a number into whole parts in proportion to shares, by largest remainder. Of equal ones, the first gets more.
@@ -97,19 +95,11 @@ class GlobalBatches:
         step: Samples of a step.
         unit: Samples that ``drop_last`` keeps together: a micro-batch of the number of ranks that began the training.
         micro_batches: Micro-batches of a step, at most as many as it has samples.
-
-    Raises:
-        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     step: int
     unit: int
     micro_batches: int
-
-    def __post_init__(self) -> None:
-        for name in ("step", "unit", "micro_batches"):
-            check(self, name, is_whole(getattr(self, name), 1), "a whole number >= 1")
-        check(self, "micro_batches", self.micro_batches <= self.step, f"at most the step's {self.step} samples")
 
     def sizes(self, samples: int, drop_last: bool) -> Iterator[int]:
         """The sizes of an epoch's micro-batches, or of those that are left of it at a step's begin.

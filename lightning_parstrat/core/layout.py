@@ -5,6 +5,7 @@ computes a different offset. The idea is that of Megatron-LM's distributed optim
 """
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,10 +42,7 @@ class ParameterSpec:
     @property
     def numel(self) -> int:
         """Number of elements. A 0-d parameter has 1."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -160,12 +158,12 @@ class BucketLayout(NamedTuple):
         """Elements that ``rank`` owns, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    def slice_of(self, slot: Slot, rank: int) -> ShardSlice | None:
-        """The part of the slot's parameter that ``rank`` owns, or None."""
+    def slice_of(self, slot: Slot, rank: int) -> ShardSlice:
+        """The part of the slot's parameter that ``rank`` owns, maybe without elements."""
         start, stop = self.bounds[rank], self.bounds[rank + 1]
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
         if first >= last:
-            return None
+            return ShardSlice(slot.parameter, 0, 0, 0)
         return ShardSlice(slot.parameter, first - slot.offset, first - start, last - first)
 
 
@@ -183,10 +181,7 @@ def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> t
     """
     groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
     owners = _choose_owners(parameters, policy.world_size)
-    layouts = []
-    for members in groups:
-        layouts.append(_lay_out([(index, parameters[index]) for index in members], owners, policy))
-    return tuple(layouts)
+    return tuple(_lay_out([(index, parameters[index]) for index in members], owners, policy) for members in groups)
 
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:

@@ -58,10 +58,7 @@ class ShardGroups(NamedTuple):
         if choice == "all":
             return cls.of_all(world_size)
         if choice == "node":
-            nodes = [
-                tuple(rank for rank, its_node in enumerate(topology.nodes) if its_node == node)
-                for node in dict.fromkeys(topology.nodes)
-            ]
+            nodes = [topology.node_mates(topology.nodes.index(node)) for node in dict.fromkeys(topology.nodes)]
             sizes = [len(node) for node in nodes]
             if len(set(sizes)) > 1:
                 raise ValueError(
@@ -76,8 +73,6 @@ class ShardGroups(NamedTuple):
                 f" equally many. Choose {_allowed(world_size)}, or 'node' or 'all'; or start a multiple of {choice}"
                 " ranks."
             )
-        if choice == world_size:
-            return cls.of_all(world_size)
         return cls(tuple(range(first, first + choice) for first in range(0, world_size, choice)))
 
     @property

@@ -123,7 +123,11 @@ def check_may_be_replaced(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
     if not path.is_dir() or path.is_symlink():
         return
-    others = sorted(entry.name for entry in path.iterdir() if not _is_of_checkpoint(entry.name))
+    others = sorted(
+        name
+        for name in os.listdir(path)
+        if not (name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt")
+    )
     if others:
         raise IsADirectoryError(
             errno.EISDIR,
@@ -175,7 +179,9 @@ def remove_left_behind(folder: Path) -> None:
     """
     for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
         try:
-            if time.time() - _last_change(path) > _SECONDS_UNTIL_LEFT_BEHIND:
+            inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+            last_change = max(one.lstat().st_mtime for one in (path, *inside))
+            if time.time() - last_change > _SECONDS_UNTIL_LEFT_BEHIND:
                 remove(path)
         except OSError:
             # Another process was faster, or the file is another user's.
@@ -193,17 +199,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt"
-
-
-def _last_change(path: Path) -> float:
-    times = [path.lstat().st_mtime]
-    if path.is_dir() and not path.is_symlink():
-        times += [entry.lstat().st_mtime for entry in path.iterdir()]
-    return max(times)
 
 
 def _replaced_name(path: Path) -> Path:

@@ -127,7 +127,6 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 import dataclasses
 import functools
 import operator
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -146,12 +145,6 @@ from torch.utils.hooks import RemovableHandle
 
 TORCH_SEEN = ("2.11.0", "2.13.0")
 """The versions of torch in which the names above were seen, and with which the tests have run. The last is pinned."""
-
-
-def is_newer(version: str, seen: Collection[str]) -> bool:
-    """Whether a version is of a later minor release than all seen ones. A version without numbers is not."""
-    minors = [tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, *seen)]
-    return minors[0] > max(minors[1:])
 
 
 # Backward.
@@ -177,8 +170,7 @@ accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator
 
 def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
     """All hooks for the parameters' accumulated gradients."""
-    hooks: list[dict[int, Any] | None] = [cast(Any, parameter)._post_accumulate_grad_hooks for parameter in parameters]
-    return [hook for of_one in hooks if of_one for hook in of_one.values()]
+    return [hook for of_one in map(accumulated_gradient_hooks, parameters) if of_one for hook in of_one.values()]
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -292,23 +284,17 @@ profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_en
 """Whether ``torch.profiler`` (or its predecessor) records this thread. An alias, as every mark calls it."""
 
 
-def call_before_compiling(callback: Callable[..., Any]) -> None:
-    """Calls ``callback`` whenever torch.compile is about to read code."""
+def call_before_compiling(callback: Callable[..., Any]) -> Callable[[], None]:
+    """Calls ``callback`` whenever torch.compile is about to read code. Returns a function that ends it."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(callback)
+    return functools.partial(callback_handler.remove_start_callback, callback)
 
 
 def looks_at_code(occasion: Any) -> bool:
     """Whether code caused a call of :func:`call_before_compiling`, not a backward, nor the capture of a graph."""
     return bool(occasion.callback_trigger.name == "DYNAMO")
-
-
-def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
-    """Undoes :func:`call_before_compiling`."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.remove_start_callback(callback)
 
 
 # DDP.

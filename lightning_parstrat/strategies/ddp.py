@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from lightning.pytorch import __version__ as lightning_version
@@ -73,7 +73,11 @@ class TunedDDPStrategy(ComposedStrategy):
         if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):
             raise ValueError(f"Invalid plan_cache: {plan_cache!r}. Must be a folder's path, or None.")
         self._plan_cache = plan_cache
-        _check_comm_hook(comm_hook, kwargs)
+        allowed = get_args(get_args(CommHook)[0])
+        if comm_hook is not None and comm_hook not in allowed:
+            raise ValueError(f"Invalid comm_hook: {comm_hook!r}. Must be one of {allowed}, or None.")
+        if comm_hook is not None and kwargs.get("ddp_comm_hook") is not None:
+            raise ValueError(f"comm_hook={comm_hook!r} and ddp_comm_hook were both given. Give one of them.")
         if kwargs.get("bucket_cap_mb_list") is None:
             # A command line passes every argument, also those at None.
             kwargs.pop("bucket_cap_mb_list", None)
@@ -175,9 +179,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        if not isinstance(self.model, DistributedDataParallel):
-            raise AssertionError("the module has no wrapper outside of training")
-        return self.model
+        return cast(DistributedDataParallel, self.model)
 
     @property
     def _has_hooks_of_users(self) -> bool:
@@ -216,16 +218,13 @@ class TunedDDPStrategy(ComposedStrategy):
         # At the begin of a window, because a reducer records the parameters used in it. A static graph's reducer must
         # send in its first backward.
         if not (self._accumulation.accumulates and self._ddp.static_graph):
-            self._follow_trained_parameters()
+            if self._trained.begin_forward():
+                rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
+                self._begin_with_reducer(self._trained.sent)
             report = None if self._tuner is None else self._tuner.begin_forward()
             if report is not None:
                 self._end_tuning(report)
         return super().training_step(*args, **kwargs)
-
-    def _follow_trained_parameters(self) -> None:
-        if self._trained is not None and self._trained.begin_forward():
-            rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was rebuilt")
-            self._begin_with_reducer(self._trained.sent)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -262,8 +261,7 @@ class TunedDDPStrategy(ComposedStrategy):
             DifferentParametersError: The ranks have trained different parameters.
         """
         super().on_train_end()
-        if self._trained is not None:
-            self._trained.settle()
+        self._trained.settle()
 
     @override
     def teardown(self) -> None:
@@ -293,14 +291,6 @@ class TunedDDPStrategy(ComposedStrategy):
             )
             exception.args = (advice, *rest)
         super().on_exception(exception)
-
-
-def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:
-    allowed = get_args(get_args(CommHook)[0])
-    if comm_hook is not None and comm_hook not in allowed:
-        raise ValueError(f"Invalid comm_hook: {comm_hook!r}. Must be one of {allowed}, or None.")
-    if comm_hook is not None and kwargs.get("ddp_comm_hook") is not None:
-        raise ValueError(f"comm_hook={comm_hook!r} and ddp_comm_hook were both given. Give one of them.")
 
 
 def _bucket_arguments(bucket_cap_mb: CapsInMiB) -> dict[str, Any]:

@@ -7,7 +7,8 @@ step.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import islice
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.data import sized_len
@@ -20,17 +21,14 @@ from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
-from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import watching
-from lightning_parstrat.strategies.data.stand_in import StandIn
+from lightning_parstrat.strategies.data.even import Even, while_all_have_one
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns
 from lightning_parstrat.strategies.parts import Part
 
 _UNKNOWN = 2**60
 """The length of a loader that does not know it: larger than any real length."""
-
-_NO_BATCH = object()
 
 _GATHERS = "zero3_custom gathers parameters from all ranks in every step"
 
@@ -104,8 +102,15 @@ class StepsOfAllRanks(Part):
         with watching("the comparison of all ranks' data loaders"):
             most, least = extremes_over_ranks(_UNKNOWN if length is None else length, control)
         if most == _UNKNOWN:
-            limit = getattr(trainer, f"limit_{prefix}_batches")
-            return _AskedForEachBatch(dataloader, limit if isinstance(limit, int) else None, prefix, control)
+            given = getattr(trainer, f"limit_{prefix}_batches")
+            limit = given if isinstance(given, int) else None
+
+            def refuse(number: int) -> NoReturn:
+                had = counted(number, "batch", "batches")
+                _refuse(f"After {had} of a {prefix}_dataloader a rank has none left, while another one has")
+
+            name = "batch that is evaluated"
+            return Even(dataloader, lambda batches: islice(while_all_have_one(batches, control, name, refuse), limit))
         if least == 0 < most:
             _refuse(f"A rank has no batch of a {prefix}_dataloader, while another one has {most}")
         return dataloader
@@ -119,7 +124,10 @@ class StepsOfAllRanks(Part):
         Raises:
             MisconfigurationException: Ranks have different numbers of batches, and a rank cannot know its last step.
         """
-        self._loop, name, numbers = _evaluation_of(self._trainer)
+        trainer = self._trainer
+        stage, fits = trainer.state.stage, trainer.state.fn == TrainerFn.FITTING
+        self._loop = trainer.fit_loop.epoch_loop.val_loop if fits else getattr(trainer, f"{stage.value}_loop")
+        name, numbers = f"{stage.dataloader_prefix}_dataloader", self._loop.max_batches
         self._step, last, self._uneven = 0, 0.0, ""
         self._steps_to_follow.clear()
         with watching("the comparison of all ranks' numbers of batches"):
@@ -162,51 +170,8 @@ class StepsOfAllRanks(Part):
         self._loop = None
 
 
-class _AskedForEachBatch(StandIn):
-    """Stands for a loader whose length some rank does not know. The ranks compare before each batch."""
-
-    __slots__ = ("_control", "_limit", "_prefix")
-
-    def __init__(self, dataloader: Any, limit: int | None, prefix: str, control: Collectives) -> None:
-        super().__init__(dataloader)
-        self._limit, self._prefix, self._control = limit, prefix, control
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        batches, number = super().__iter__(), 0
-        while number != self._limit and (batch := self._next(batches, number)) is not _NO_BATCH:
-            yield batch
-            number += 1
-
-    def _next(self, batches: Iterator[Any], number: int) -> Any:
-        batch = next(batches, _NO_BATCH)
-        with watching("the agreement on the next batch that is evaluated"):
-            some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), self._control)
-        if some_have and not all_have:
-            had = counted(number, "batch", "batches")
-            _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
-        return batch
-
-    @override
-    def __len__(self) -> int:
-        # It raises on every rank, so that all ranks compare before each batch, or none does.
-        raise TypeError("the data loader of some rank does not know its length")
-
-
 def _refuse(what: str) -> NoReturn:
     raise MisconfigurationException(
         f"{what}: {_GATHERS}. Give all ranks equally many batches: by the sampler, by how files are distributed over"
         " the ranks, or by the Trainer's `limit_val_batches`, `limit_test_batches` or `limit_predict_batches`."
     )
-
-
-def _evaluation_of(trainer: Trainer) -> tuple[Any, str, list[int | float]]:
-    """The loop of the evaluation that runs, the name of its loaders, and the number of batches of each."""
-    if trainer.state.fn == TrainerFn.PREDICTING:
-        return trainer.predict_loop, "predict_dataloader", trainer.num_predict_batches
-    if trainer.state.fn == TrainerFn.TESTING:
-        return trainer.test_loop, "test_dataloader", trainer.num_test_batches
-    if trainer.state.fn == TrainerFn.VALIDATING:
-        return trainer.validate_loop, "val_dataloader", trainer.num_val_batches
-    numbers = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-    return trainer.fit_loop.epoch_loop.val_loop, "val_dataloader", numbers

@@ -90,6 +90,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -109,16 +110,22 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from lightning_parstrat.distributed.engine.stepping import lend_methods
-from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
+from lightning_parstrat.distributed.torch_compat import TORCH_SEEN
 
 LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 """Versions of Lightning that have the names above, and with which all tests or the quick ones have passed."""
 
 
+def minor(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:
     """The warning about versions of torch and Lightning that are newer than the tested ones. None if none is."""
     compared = (("torch", torch_version, TORCH_SEEN), ("lightning", lightning_version, LIGHTNING_SEEN))
-    newer = [f"{name} up to {seen[-1]} (here: {one})" for name, one, seen in compared if is_newer(one, seen)]
+    # A version without numbers is not newer.
+    newer = [f"{name} up to {seen[-1]} (here: {v})" for name, v, seen in compared if minor(v) > max(map(minor, seen))]
     if not newer:
         return None
     return (
@@ -228,14 +235,16 @@ def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> Non
 
     Batches that Lightning fetches ahead before the first epoch, or from rebuilt loaders, are left out.
     """
-    loop = trainer.fit_loop.epoch_loop
+    _call_before(trainer.fit_loop.epoch_loop, "_on_before_fetch", functools.partial(function, trainer))
 
-    def called_before() -> None:
-        function(trainer)
-        type(loop)._on_before_fetch(loop)
+
+def _call_before(loop: Any, method: str, function: Callable[[], None]) -> None:
+    def called_before() -> Any:
+        function()
+        return getattr(type(loop), method)(loop)
 
     # On the instance, not on the class, so that other Trainers of this process are unchanged.
-    loop._on_before_fetch = called_before
+    setattr(loop, method, called_before)
 
 
 def mode_of_loaders(trainer: Trainer) -> str:
@@ -311,13 +320,7 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
         callback: Called once a loader. In a prediction, which combines nothing, it is called once a pass.
     """
     name = "_store_dataloader_outputs" if hasattr(loop, "_store_dataloader_outputs") else "on_run_end"
-
-    def called_before() -> Any:
-        callback()
-        return getattr(type(loop), name)(loop)
-
-    # On the instance, not on the class, so that other Trainers of this process are unchanged.
-    setattr(loop, name, called_before)
+    _call_before(loop, name, callback)
 
 
 def give_back_loop(loop: Any) -> None:

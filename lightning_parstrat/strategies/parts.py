@@ -1,6 +1,6 @@
 """The parts that a strategy is made of. :class:`ComposedStrategy` calls their few hooks in one order."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -27,10 +27,7 @@ class Part:
 
     @property
     def _module(self) -> LightningModule:
-        module: LightningModule | None = self._strategy.lightning_module
-        if module is None:
-            raise AssertionError("the strategy was used before a module was connected to it")
-        return module
+        return cast(LightningModule, self._strategy.lightning_module)
 
     @property
     def _trainer(self) -> Trainer:

@@ -28,13 +28,13 @@ from lightning_parstrat.distributed.gradients.loss_weights import watch_gradient
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, has_memory
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
-from lightning_parstrat.distributed.torch_compat import is_newer, multiply_all
+from lightning_parstrat.distributed.torch_compat import multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
-from lightning_parstrat.strategies.lightning_compat import follow_device, trained
+from lightning_parstrat.strategies.lightning_compat import follow_device, minor, trained
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 
@@ -104,7 +104,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Leaves parameters and buffers where they are. Each rank moves what it holds when the module is cut."""
+        """Moves no parameters and buffers yet: each rank moves what it holds when the module is cut."""
         follow_device(self._training_module, self.root_device)
 
     @override
@@ -152,7 +152,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _refuse(self, blocks: dict[str, nn.Module]) -> None:
         """Raises an error for what no pipeline can train, and says what is computed by micro-batch."""
-        if is_newer("2.13", [torch.__version__]):
+        if minor(torch.__version__) < (2, 13):
             raise MisconfigurationException(f"pipeline_custom needs torch 2.13, and this is torch {torch.__version__}.")
         module = self._training_module
         fits = module.trainer.state.fn == TrainerFn.FITTING

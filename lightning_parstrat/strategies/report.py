@@ -59,9 +59,6 @@ class Report(Part):
         super().__init__(strategy)
         self._flag, self._traffic = flag, traffic
         self._said: set[str] = set()
-        self._begin()
-
-    def _begin(self) -> None:
         self._moments: deque[_Moment] = deque(maxlen=_STEPS_KEPT)
 
     def say(self, line: str, warns: bool = False) -> None:
@@ -73,15 +70,15 @@ class Report(Part):
     @override
     def on_train_start(self) -> None:
         """Begins to measure."""
-        self._begin()
+        self._moments.clear()
 
     def note_step(self) -> None:
         """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
         global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
         if not self._moments or self._moments[-1].global_step != global_step:
-            sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
-            self._moments.append(_Moment(global_step, time.perf_counter(), traffic.waited_seconds, sent))
+            moment = _Moment(global_step, time.perf_counter(), traffic.waited_seconds, traffic.bytes_sent)
+            self._moments.append(moment)
 
     @override
     def on_train_end(self) -> None:
@@ -113,7 +110,7 @@ def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, 
     """
     steps = list(pairwise(moments))
     seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
-    line = f"{_duration(seconds)} per step"
+    line = f"{seconds:.2f} s per step" if seconds >= 1 else f"{1000 * seconds:.1f} ms per step"
     # On a GPU the streams wait, not the host. Timing them would need synchronization.
     if seen and device.type != "cuda":
         waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
@@ -233,7 +230,3 @@ def not_sharded(engine: ShardedDataParallel) -> str:
 def named(observers: Sequence[str]) -> str:
     """The first two observers."""
     return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -194,16 +194,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().on_train_start()
         self._in_training = True
         self._prepare_for_users_of_gradients()
-        if self._engine is not None:
-            self._engine.follow_first_backward()
+        self._engine.follow_first_backward()
 
     @override
     def _traffic(self) -> Traffic | None:
         return None if self._engine is None else self._engine.traffic
 
     def _prepare_for_users_of_gradients(self) -> None:
-        if self._engine is None:
-            return
         self._engine.reducer.collects_unannounced = not self._training_module.automatic_optimization
         choice = self._policy.expose_gradients
         trainer = self._training_module.trainer
@@ -224,8 +221,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
         """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
-        if self._engine is None:
-            return
         module = self._training_module
         between = [*observers, *observers_between_micro_batches(module, module.trainer.callbacks)]
         # A user who blocks the sending of gradients by hand expects that none is sent.

@@ -178,7 +178,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Leaves parameters and buffers where they are. They move unit by unit, when units are sharded."""
+        """Moves no parameters and buffers yet: they move unit by unit, when units are sharded."""
         follow_device(self._training_module, self.root_device)
 
     @override

@@ -91,8 +91,7 @@ class Held(Callback):
             # What is on its way is not held between batches, but while it travels.
             engine.reducer.complete()
             engine.gatherer.finish()
-            traffic = engine.traffic
-            total, self.total = self.total, traffic.reduce_scatter_bytes + traffic.all_gather_bytes
+            total, self.total = self.total, engine.traffic.bytes_sent
             self.sent.nbytes = self.total - total
         # Adam has its state since the first step.
         if batch_idx >= FIRST:

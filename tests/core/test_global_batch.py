@@ -87,11 +87,3 @@ def test_steps_are_the_same_by_any_number_of_micro_batches(
     assert all(size > 0 for size in sizes)
     steps = [sum(sizes[begin : begin + micro_batches]) for begin in range(0, len(sizes), micro_batches)]
     assert all(size == step for size in steps[:-1])
-
-
-def test_values_are_checked() -> None:
-    for name in ("step", "unit", "micro_batches"):
-        with pytest.raises(ValueError, match=f"Invalid {name}: 0. Must be a whole number >= 1"):
-            GlobalBatches(**{**dict.fromkeys(("step", "unit", "micro_batches"), 1), name: 0})
-    with pytest.raises(ValueError, match=r"Invalid micro_batches: 3\. Must be at most the step's 2 samples"):
-        GlobalBatches(step=2, unit=1, micro_batches=3)

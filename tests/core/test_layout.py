@@ -52,7 +52,7 @@ def padding_of(bucket: BucketLayout) -> int:
 
 def slices_of(bucket: BucketLayout, rank: int) -> list[ShardSlice]:
     """What a rank owns, in the order of the slots."""
-    return [piece for slot in bucket.slots if (piece := bucket.slice_of(slot, rank)) is not None]
+    return [piece for slot in bucket.slots if (piece := bucket.slice_of(slot, rank)).numel]
 
 
 def owners_of(buckets: Sequence[BucketLayout]) -> dict[int, int]:

@@ -47,7 +47,7 @@ core/accumulation.py: a short window is divided by the full length
 core/test_accumulation.py
 
 distributed/engine/reducer.py: an exposed gradient is added to itself
-- if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
+- if bucket.shard_gradient is None or (reduction.unsharded is not None and not reduction.again):
 + if bucket.shard_gradient is None:
 strategies/test_parity.py::test_trains_as_the_oracle_does[two heads-late-2]
 
@@ -122,8 +122,8 @@ strategies/gradients/clipping.py: a rank whose norm is finite does not hear of t
 strategies/gradients/test_nonfinite.py::test_what_hooks_repair_is_stepped_with_and_what_one_makes_nan_is_left_out_on_all
 
 distributed/gradients/loss_weights.py: a rank knows of its own weights alone
-- return self._messages.latest().weights
-+ return self._of_window()
+- summed = self._messages.latest().weights
++ summed = self._for_message()
 distributed/gradients/test_loss_weights.py
 
 distributed/gradients/loss_weights.py: a loss without weight brings its NaN along
@@ -232,8 +232,8 @@ distributed/ddp/trained_parameters.py: what is unfrozen in training is not avera
 strategies/test_trained_parameters.py::test_what_is_trained_is_averaged
 
 strategies/data/even.py: an epoch of ranks with different numbers of batches is one batch short
-- return _Even(dataloader, control, least)
-+ return _Even(dataloader, control, least - 1)
+- islice(batches, max(0, least - batches_before(batches))), least)
++ islice(batches, max(0, least - 1 - batches_before(batches))), least - 1)
 strategies/test_dataloaders.py::test_all_ranks_train_on_the_smallest_number_of_batches
 
 strategies/data/places.py: a loader goes on with what its workers have prefetched

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.distributed.torch_compat import call_before_compiling, stop_calling_before_compiling
+from lightning_parstrat.distributed.torch_compat import call_before_compiling
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -68,12 +68,12 @@ def trained(make: Callable[[], Any], strategy: Any) -> tuple[list[Tensor], list[
     def note(*_: object) -> None:
         compiled_after.append(module.trainer.global_step)
 
-    call_before_compiling(note)
+    stop = call_before_compiling(note)
     try:
         ranks = dist.get_world_size()
         make_trainer(strategy).fit(module, zoo.loader(40 * ranks, 4, rank=dist.get_rank(), world_size=ranks))
     finally:
-        stop_calling_before_compiling(note)
+        stop()
     return [parameter.detach().clone() for parameter in module.parameters()], compiled_after
 
 

@@ -102,7 +102,13 @@ class FolderWriter(FileSystemWriter):
         names, bounds = list(self._tensors), defaultdict[str, list[tuple[int, int]]](list)
         written = []
         for rank, (of_rank,) in enumerate(results):
-            self._check_visible(file_of(rank), rank)
+            # If nodes have separate folders, rank 0 does not see the other nodes' files.
+            if not (self._temporary / file_of(rank)).exists():
+                raise OSError(
+                    f"Rank {rank} has written {file_of(rank)}, but rank 0 does not see that in {self._temporary}. A"
+                    " sharded checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
+                    " `default_root_dir` of the Trainer, to one."
+                )
             some, runs = of_rank.storage_data
             for number, start, numel, offset, length in runs:
                 bounds[names[number]].append((start, start + numel))
@@ -122,15 +128,6 @@ class FolderWriter(FileSystemWriter):
         for path in (self._temporary / SKELETON, self._temporary):
             sync(path)
         put_in_place(self._temporary, self._final)
-
-    def _check_visible(self, file: str, rank: int) -> None:
-        """Checks that rank 0 sees a file. If nodes have separate folders, it does not."""
-        if not (self._temporary / file).exists():
-            raise OSError(
-                f"Rank {rank} has written {file}, but rank 0 does not see that in {self._temporary}. A sharded"
-                " checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
-                " `default_root_dir` of the Trainer, to one."
-            )
 
 
 def read_runs(reader: FileSystemReader, index: Metadata, runs: Mapping[str, Run]) -> None:

@@ -5,7 +5,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -140,5 +140,4 @@ class ShardedCheckpoint:
         def cut_of(path: tuple[Any, ...]) -> Cut | None:
             return placed.get(path[1]) if path[0] in ("state", MASTER_WEIGHTS) else None
 
-        filled: StateDict = self.filled(state_dict, cut_of)
-        return filled
+        return cast(StateDict, self.filled(state_dict, cut_of))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves, storage_strides
-from lightning_parstrat.distributed.engine.cuts import Cut, Run
+from lightning_parstrat.distributed.engine.cuts import Cut, Run, local
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, grouped_parameters
 
 
@@ -100,7 +99,7 @@ class WrittenTensors:
             # A checksum spreads tensors over the ranks.
             writes = zlib.crc32(name.encode()) % dist.get_world_size() == dist.get_rank()
             return Run(0, in_storage_order(value)) if writes else None
-        own, written, here = cut.own, cut.written, _local(value)
+        own, written, here = cut.own, cut.written, local(value)
         if written.start >= written.stop:
             return None
         # A parameter in a bucket is whole. State has the shape of this rank's part, which may be all.
@@ -109,8 +108,4 @@ class WrittenTensors:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return _local(tensor).data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local(tensor).data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -117,12 +117,7 @@ def all_or_none(
         error: Makes the error, given what has failed on which ranks.
         shows_own: Whether a rank whose action has failed raises its own error instead.
     """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as own:
-        failure = own
+    result, failure = _tried(action)
     failures: list[str | None] = []
     if control is not None and any_rank(failure is not None, control):
         failures = all_gather_object(None if failure is None else repr(failure), control.group)
@@ -130,8 +125,15 @@ def all_or_none(
         raise failure
     if failures:
         raise error({rank: text for rank, text in enumerate(failures) if text is not None}) from failure
-    done: T = result
-    return done
+    return cast(T, result)
+
+
+def _tried(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """An action's result, and None. Or None, and the error that it raised."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Callable[[str], Exception]) -> T:
@@ -142,18 +144,11 @@ def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Calla
         group: The group of the ranks. It works on host memory.
         error: Makes the error, given what has failed on rank 0.
     """
-    answer: Any = None
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            answer = ask()
-        except Exception as own:
-            failure = own
+    answer, failure = _tried(ask) if dist.get_rank(group) == 0 else (None, None)
     answer, text = broadcast_object((answer, None if failure is None else repr(failure)), group)
     if text is not None:
         raise error(text) from failure
-    given: T = answer
-    return given
+    return cast(T, answer)
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:

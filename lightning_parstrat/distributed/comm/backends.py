@@ -4,7 +4,7 @@ torch's own are for GPUs. Those between CPUs are in ``collectives.py``.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -99,7 +99,7 @@ class NativeCollectives(Collectives):
             if not is_even:
                 work.wait()
                 work = self._pass_on(sums, equal, shard, bounds)
-                self.traffic.reduce_scatter_bytes += self._bytes_away(sums, equal, bounds)
+                self.traffic.bytes_sent += self._bytes_away(sums, equal, bounds)
             if self.place.copies > 1:
                 work.wait()
                 work = self._sum_between_groups(shard)
@@ -112,12 +112,11 @@ class NativeCollectives(Collectives):
             return DONE
         if self.widens:
             buffer = buffer.to(shard.dtype)
-        self.traffic.reduce_scatter_bytes += buffer.nbytes - shard.numel() * buffer.element_size()
+        self.traffic.bytes_sent += buffer.nbytes - shard.numel() * buffer.element_size()
         if shard.dtype != buffer.dtype:
             return Exchange(self._exchange_and_sum(buffer, shard))
         group = existing(self._mates_group)
-        work: Work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=group, async_op=True)
-        return work
+        return _reduce_scatter_single(real_view(shard), real_view(buffer), group=group, async_op=True)
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Steps:
         """A sum in a wider dtype than that of the data. A reduce-scatter would round partial sums at every rank."""
@@ -126,11 +125,10 @@ class NativeCollectives(Collectives):
         torch.sum(received.view(self.shard_count, -1), 0, dtype=shard.dtype, out=shard)
 
     def _sum_between_groups(self, shard: Tensor) -> Work:
-        self.traffic.all_reduces += 1
         pieces = [stop - start for start, stop in pairwise(piece_bounds(shard.numel(), self.place.copies))]
         # As between CPUs: each rank sums a piece and sends the others the sum. No way sends less.
         sent = (self.place.copies - 2) * pieces[self.place.copy] + shard.numel()
-        self.traffic.all_reduce_bytes += sent * shard.element_size()
+        self.traffic.bytes_sent += sent * shard.element_size()
         # Made at the first sum: parameters are only gathered.
         holders = subgroup(self.group, self.shard_groups.holders(self.rank))
         return holders.allreduce([real_view(shard)])
@@ -148,14 +146,13 @@ class NativeCollectives(Collectives):
         with self._beside(buffer.device):
             self._pass_on(stepped, bounds, part, equal).wait()
             work = self._gather_evenly(buffer, part)
-        self.traffic.all_gather_bytes += self._bytes_away(stepped, bounds, equal)
+        self.traffic.bytes_sent += self._bytes_away(stepped, bounds, equal)
         return Transfers([work], buffer, part)
 
     def _gather_evenly(self, buffer: Tensor, part: Tensor) -> Work:
-        self.traffic.all_gather_bytes += buffer.nbytes - part.nbytes
+        self.traffic.bytes_sent += buffer.nbytes - part.nbytes
         group = existing(self._mates_group)
-        work: Work = _all_gather_single(real_view(buffer), real_view(part), group=group, async_op=True)
-        return work
+        return _all_gather_single(real_view(buffer), real_view(part), group=group, async_op=True)
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
@@ -174,8 +171,7 @@ class NativeCollectives(Collectives):
         sent = [width * size for size in _sizes_by_rank(wanted, had[shard], had[shard + 1])]
         group = existing(self._mates_group)
         # Both are parts of one buffer, in its order, and so are the messages: nothing need be sorted.
-        work: Work = _all_to_all(real_view(target), real_view(source), received, sent, group=group, async_op=True)
-        return work
+        return _all_to_all(real_view(target), real_view(source), received, sent, group=group, async_op=True)
 
     def _bytes_away(self, source: Tensor, had: Sequence[int], wanted: Sequence[int]) -> int:
         own = self.place.shard
@@ -191,8 +187,10 @@ def _sizes_by_rank(bounds: Sequence[int], start: int, stop: int) -> list[int]:
     return sizes
 
 
+Carry = Callable[..., Work]
+
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all: Any = dist.all_to_all_single
+_reduce_scatter_single: Carry = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Carry = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all: Carry = dist.all_to_all_single
 """torch's collectives of single tensors, which return a handle if they are asynchronous."""

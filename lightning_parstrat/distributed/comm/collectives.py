@@ -26,7 +26,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count, pairwise
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,23 +63,11 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 """Makes one message of two. The message of lower ranks comes first."""
 
 
-class Step(NamedTuple):
-    """One step of recursive doubling.
-
-    Attributes:
-        peer: The other rank.
-        sends: Whether this rank sends to it.
-        receives: Whether this rank receives from it.
-    """
-
-    peer: int
-    sends: bool
-    receives: bool
-
-
 @functools.cache
-def doubling_steps(rank: int, world_size: int) -> Sequence[Step]:
+def doubling_steps(rank: int, world_size: int) -> Sequence[tuple[int, bool, bool]]:
     """The steps of a rank, in order. After them, all ranks have combined the messages of all.
+
+    Each step has the other rank, whether this rank sends to it, and whether this rank receives from it.
 
     Between 2^k ranks, each exchanges with k others. For another number, ranks beyond the largest power of two first
     send their message to a lower rank. They receive the result in the end: two latencies more.
@@ -91,28 +78,19 @@ def doubling_steps(rank: int, world_size: int) -> Sequence[Step]:
     taking_part = 1 << (world_size.bit_length() - 1)
     if rank >= taking_part:
         # Separate, as the other rank receives before it sends: both may need a connection, in one order.
-        return [Step(rank - taking_part, True, False), Step(rank - taking_part, False, True)]
-    found = [Step(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
+        return [(rank - taking_part, True, False), (rank - taking_part, False, True)]
+    found = [(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
     beyond = rank + taking_part
     if beyond < world_size:
-        found = [Step(beyond, False, True), *found, Step(beyond, True, False)]
+        found = [(beyond, False, True), *found, (beyond, True, False)]
     return found
 
 
 @dataclass
 class Traffic:
-    """Bytes and collectives that this rank has sent since it was created.
+    """What this rank has sent of buckets since it was created."""
 
-    All-reduces are those of shards, between groups of ranks that hold a copy each.
-    """
-
-    reduce_scatters: int = 0
-    reduce_scatter_bytes: int = 0
-    all_gathers: int = 0
-    all_gather_bytes: int = 0
-    small_reductions: int = 0
-    all_reduces: int = 0
-    all_reduce_bytes: int = 0
+    bytes_sent: int = 0
     # Not compared: if two traffics sent the same, they are equal, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
     """Seconds that this host has waited: on CPU, communication that nothing hid. On a GPU, streams wait instead."""
@@ -190,7 +168,6 @@ class Collectives(ABC):
         Returns:
             The work.
         """
-        self.traffic.reduce_scatters += self.shard_count > 1
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
@@ -203,7 +180,6 @@ class Collectives(ABC):
         Returns:
             The work.
         """
-        self.traffic.all_gathers += self.shard_count > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
@@ -227,11 +203,11 @@ class Collectives(ABC):
             self._all_gather(buffer, bounds).wait()
         vars(self.traffic).update(counted)
 
-    def count(self, counter: str, sent: int) -> None:
-        """Adds the bytes that this rank sends to a counter of ``traffic``. Any thread may call it."""
+    def count(self, sent: int) -> None:
+        """Adds the bytes that this rank sends to ``traffic``. Any thread may call it."""
         # A thread may launch the second level of an exchange while the main thread launches the first of the next.
         with self._counting:
-            setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
+            self.traffic.bytes_sent += sent
 
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""
@@ -284,7 +260,6 @@ class Collectives(ABC):
     def count_small_reduction(self) -> None:
         """Counts a small message that all ranks send and combine."""
         if self.world_size > 1:
-            self.traffic.small_reductions += 1
             _SMALL_REDUCTIONS[self.group] = small_reductions_of(self.group) + 1
 
     @abstractmethod
@@ -312,9 +287,6 @@ def real_view(tensor: Tensor) -> Tensor:
     """The tensor, or its components if it is complex: not all backends accept complex tensors. Sums are the same."""
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
 
-
-Counter = Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"]
-"""The counter of sent bytes in ``traffic``."""
 
 Chunks = Mapping[int, Sequence[Tensor]]
 """The chunks for each rank, or from it. Both sides list the same ones in the same order."""
@@ -372,19 +344,19 @@ class PairwiseCollectives(Collectives):
         sums = shard.new_empty(equal.step)
         yield from self._sum_evenly(buffer, sums, equal, tags)
         del buffer
-        yield self._pass_on(sums, equal, shard, bounds, "reduce_scatter_bytes", next(tags))
+        yield self._pass_on(sums, equal, shard, bounds, next(tags))
 
     def _gather(self, buffer: Tensor, bounds: Sequence[int]) -> Steps:
         tags, own = count(Tag.EXCHANGE), self.place.shard
         equal = even_bounds(buffer.numel(), self.shard_count)
         if not isinstance(bounds, range):
             stepped, part = buffer[bounds[own] : bounds[own + 1]], buffer[equal[own] : equal[own + 1]]
-            yield self._pass_on(stepped, bounds, part, equal, "all_gather_bytes", next(tags))
+            yield self._pass_on(stepped, bounds, part, equal, next(tags))
         yield from self._gather_evenly(buffer, equal, tags)
 
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         parts = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        (of_mates,) = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
+        (of_mates,) = yield from self._swap(parts, next(tags))
         sum_in_order(of_mates, shard)
         if self.place.copies > 1:
             del buffer, parts, of_mates
@@ -392,23 +364,20 @@ class PairwiseCollectives(Collectives):
 
     def _sum_between_groups(self, shard: Tensor, tags: Tags) -> Steps:
         """Each holder sums one piece, and sends the sum to all others, so that all have the same bits."""
-        self.count("all_reduces", 1)
         bounds = piece_bounds(shard.numel(), len(self._holders))
         pieces = {holder: [piece] for holder, piece in zip(self._holders, split(shard, bounds), strict=True)}
-        (of_holders,) = yield from self._swap(pieces, "all_reduce_bytes", next(tags))
+        (of_holders,) = yield from self._swap(pieces, next(tags))
         (own,) = pieces[self.rank]
         total = torch.empty_like(own)
         sum_in_order(of_holders, total)
         own.copy_(total)
-        yield self._transfer(dict.fromkeys(pieces, (own,)), pieces, "all_reduce_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(pieces, (own,)), pieces, next(tags))
 
     def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
         chunks = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
-        yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, "all_gather_bytes", next(tags))
+        yield self._transfer(dict.fromkeys(chunks, chunks[self.rank]), chunks, next(tags))
 
-    def _pass_on(
-        self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: Counter, tag: int
-    ) -> Work:
+    def _pass_on(self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], tag: int) -> Work:
         """Sends what this rank has to the ranks that need it, and receives what this rank needs.
 
         Args:
@@ -416,7 +385,6 @@ class PairwiseCollectives(Collectives):
             had: The bounds of what ranks have.
             target: Gets this rank's part by the bounds ``wanted``.
             wanted: The bounds of what ranks need.
-            counted_as: See :meth:`_transfer`.
             tag: See :meth:`_transfer`.
         """
         shard = self.place.shard
@@ -433,14 +401,13 @@ class PairwiseCollectives(Collectives):
         if kept is not None and place is not None and kept.data_ptr() != place.data_ptr():
             place.copy_(kept)
         sent, received = ({self.mates[mate]: [part] for mate, part in one.items()} for one in (leaving, arriving))
-        return self._transfer(sent, received, counted_as, tag)
+        return self._transfer(sent, received, tag)
 
-    def _swap(self, parts: Chunks, counted_as: Counter, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    def _swap(self, parts: Chunks, tag: int) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
         """Sends some ranks their parts, and receives this rank's.
 
         Args:
             parts: The parts of each rank, this one included, in the order in which sums are made.
-            counted_as: See :meth:`_transfer`.
             tag: See :meth:`_transfer`.
 
         Returns:
@@ -448,17 +415,16 @@ class PairwiseCollectives(Collectives):
         """
         own = parts[self.rank]
         arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
-        yield self._transfer(parts, arriving, counted_as, tag)
+        yield self._transfer(parts, arriving, tag)
         return list(zip(*arriving.values(), strict=True))
 
-    def _transfer(self, leaving: Chunks, arriving: Chunks, counted_as: Counter, tag: int) -> Work:
+    def _transfer(self, leaving: Chunks, arriving: Chunks, tag: int) -> Work:
         """Sends other ranks their chunks, and receives from them.
 
         Args:
             leaving: The chunks for each rank. They must be kept until the work has been waited for. Those for this
                 rank are left out.
             arriving: The memory for what each rank sends.
-            counted_as: The counter of ``traffic`` to which the sent bytes are added.
             tag: All transfers of one tag are launched by one thread.
         """
         messages = [
@@ -469,7 +435,7 @@ class PairwiseCollectives(Collectives):
             # Both sides know the sizes, so both leave out the same empty chunks.
             if rank != self.rank and chunk.numel()
         ]
-        self.count(counted_as, sum(message.tensor.nbytes for message in messages if message.sends))
+        self.count(sum(message.tensor.nbytes for message in messages if message.sends))
         messages.sort(key=self._turn)
         return launch(self.group, messages, tag)
 
@@ -504,7 +470,7 @@ class TwoLevelCollectives(PairwiseCollectives):
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int], tags: Tags) -> Steps:
         chunks = split(buffer, bounds)
         parts = {mate: [chunks[rank] for rank in column] for mate, column in self._columns.items()}
-        by_counterpart = yield from self._swap(parts, "reduce_scatter_bytes", next(tags))
+        by_counterpart = yield from self._swap(parts, next(tags))
         sums: dict[int, Sequence[Tensor]] = {}
         for rank, of_mates in zip(self._counterparts, by_counterpart, strict=True):
             narrow = of_mates[0].dtype
@@ -513,7 +479,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             # The sent sum is narrow. This rank's own sum stays wide until the final addition.
             sums[rank] = [total if rank == self.rank else total.to(narrow)]
         del buffer, chunks, parts, by_counterpart, of_mates
-        (of_nodes,) = yield from self._swap(sums, "reduce_scatter_bytes", next(tags))
+        (of_nodes,) = yield from self._swap(sums, next(tags))
         sum_in_order(of_nodes, shard)
 
     @override
@@ -521,10 +487,10 @@ class TwoLevelCollectives(PairwiseCollectives):
         chunks = split(buffer, bounds)
         own = dict.fromkeys(self._counterparts, (chunks[self.rank],))
         of_counterparts = {rank: [chunks[rank]] for rank in self._counterparts}
-        yield self._transfer(own, of_counterparts, "all_gather_bytes", next(tags))
+        yield self._transfer(own, of_counterparts, next(tags))
         column = dict.fromkeys(self._columns, tuple(chunks[rank] for rank in self._counterparts))
         of_mates = {mate: [chunks[rank] for rank in ranks] for mate, ranks in self._columns.items()}
-        yield self._transfer(column, of_mates, "all_gather_bytes", next(tags))
+        yield self._transfer(column, of_mates, next(tags))
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:

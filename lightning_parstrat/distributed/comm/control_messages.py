@@ -8,7 +8,7 @@ import operator
 import struct
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -98,16 +98,13 @@ class ControlMessages:
 
     def latest(self) -> Content:
         """The combined content of the latest message, after a wait for it. There must have been one."""
-        if self._latest is None:
-            raise AssertionError("no control message has been launched")
         with marked("lightning_parstrat: wait for control message"):
-            content: Content = self._latest.wait()
-        return content
+            return cast(Content, cast(Exchange, self._latest).wait())
 
     def close(self) -> None:
         """Call when a training has ended, also after an error. Not collective."""
         # Not the message, which holds the process group: see ``process_groups.py``.
-        if self._latest is not None and self._latest.in_flight is not None:
+        if self._latest is not None:
             set_aside([self._latest.in_flight])
         self._latest = None
 

@@ -52,7 +52,7 @@ class Liveness:
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
 
-    def missing(self, occasion: str, grace: timedelta = GRACE, point: str = "") -> list[int]:
+    def missing(self, occasion: str, grace: timedelta | None = GRACE, point: str = "") -> list[int]:
         """The ranks that do not call this within ``grace``.
 
         All ranks that are alive should call it. It costs five requests to the store, and one more per check for others.
@@ -60,7 +60,7 @@ class Liveness:
 
         Args:
             occasion: Name of the occasion. The n-th calls of all ranks for it belong together.
-            grace: How long to wait for the others.
+            grace: How long to wait for the others. None for the store's timeout.
             point: The point of the training, and the action there.
 
         Returns:
@@ -76,7 +76,8 @@ class Liveness:
             # The rank that sets it first gets its own point back.
             if self._store.compare_set(f"{call}/point", "", point or "-").decode() != (point or "-"):
                 self._store.set(f"{call}/apart", "yes")
-            absent = self._wait_for_others(call, grace.total_seconds())
+            longest = self._store.timeout if grace is None else grace
+            absent = self._wait_for_others(call, longest.total_seconds())
             # The first rank to write it decides for all: a rank that comes meanwhile must not make ranks differ.
             found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
             is_apart = self._store.check([f"{call}/apart"])
@@ -109,22 +110,6 @@ class Liveness:
                 return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
             time.sleep(min(0.001 + waited / 4, _LONGEST_PAUSE))
         return []
-
-    def meet(self, occasion: str, point: str, advice: str) -> None:
-        """Returns when all ranks have called it. Collective.
-
-        Args:
-            occasion: See :meth:`missing`.
-            point: See :meth:`missing`.
-            advice: What to do if ranks do not come, for the error.
-
-        Raises:
-            MissingRanksError: Ranks did not come within the store's timeout.
-            RuntimeError: Ranks came with different points.
-        """
-        missing = self.missing(occasion, self._store.timeout, point)
-        if missing:
-            raise MissingRanksError(f"{occasion}: {names_of(missing)} did not come. {advice}".rstrip())
 
 
 # Keyed by the default group, whose end frees them: a reference to the store would keep its port.
@@ -163,7 +148,9 @@ def met(what: str, group: dist.ProcessGroup, advice: str = "", of: str = "") -> 
         return
     with watching(what, advice):
         liveness = _OF_TRAININGS.get(world) or begin_liveness("")
-        liveness.meet(what, f"{small_reductions_of(group)} {of}", advice)
+        missing = liveness.missing(what, None, f"{small_reductions_of(group)} {of}")
+        if missing:
+            raise MissingRanksError(f"{what}: {names_of(missing)} did not come. {advice}".rstrip())
         yield
 
 

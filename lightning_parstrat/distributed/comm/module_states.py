@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parstrat.core.layout import ParameterSpec, fingerprint
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.work import marked
@@ -101,11 +101,6 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         RuntimeError: A parameter has no shape yet, as in a lazy module before its first forward.
     """
     ignored = names_ignored_by_ddp(module)
-    specs = [
-        ParameterSpec(
-            name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), itemsize=tensor.element_size(), group=None
-        )
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if name not in ignored
-    ]
-    check_agreement(make_collectives(group, torch.device("cpu")), fingerprint(specs, ()))
+    named = (*module.named_parameters(), *module.named_buffers())
+    specs = [(name, tuple(one.shape), str(one.dtype)) for name, one in named if name not in ignored]
+    check_agreement(make_collectives(group, torch.device("cpu")), digest(specs))

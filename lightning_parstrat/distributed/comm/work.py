@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -121,8 +121,8 @@ class Exchange:
         self._error: Exception | None = None
         # Held until threads have ended the exchange. An `Event` takes ten times as long, in every step.
         self._running: threading.Lock | None = None
-        self.in_flight: Work | None = DONE
-        """The work that is waited for next. At the end, None."""
+        self.in_flight: Work = DONE
+        """The work that is waited for next."""
         self.has_ended = False
         """Whether nothing is left to do, as all is done or something has failed."""
         self.go_on()
@@ -132,11 +132,10 @@ class Exchange:
     def go_on(self) -> None:
         """Waits for what was launched last, and takes the next step. The thread that waits gets its error."""
         try:
-            if self.in_flight is not None:
-                self.in_flight.wait()
+            self.in_flight.wait()
             self.in_flight = next(self._steps)
         except StopIteration as ended:
-            self.in_flight, self._result, self.has_ended = None, ended.value, True
+            self.in_flight, self._result, self.has_ended = DONE, ended.value, True
         except Exception as error:
             # The work in flight stays: its memory must outlive it.
             self._error, self.has_ended = error, True
@@ -176,7 +175,7 @@ class Exchange:
         self.hand_over()
         if self._running is not None:
             return not self._running.locked()
-        return self.in_flight is None or self._error is not None or self.in_flight.is_completed()
+        return self._error is not None or self.in_flight.is_completed()
 
 
 class ExchangeThreads:
@@ -258,8 +257,7 @@ class Streams:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
+        return cast(AbstractContextManager[object], self._module.stream(stream))
 
     def another(self) -> Any:
         """A stream beside all others."""

@@ -25,7 +25,6 @@ from lightning_parstrat.distributed.comm.agreement import (
     all_have_same,
     any_rank_for_each,
 )
-from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
@@ -95,17 +94,15 @@ class TrainedParameters:
         Returns:
             Whether the reducer was rebuilt. Everything made for the old one is then void.
         """
-        exchanged = self._exchange_where_it_lasts()
+        exchanged = False
+        if self._numbers:
+            before, self._numbers_before, self._numbers = self._numbers_before, self._numbers, set()
+            # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
+            lasts = len(self._numbers_before) == 1 and self._numbers_before == before != {0}
+            wanted = {*self.sent, *self._beside}.difference(self._idle)
+            exchanged = lasts and self._is_alike() and self._exchange(wanted)
         self._frozen_in_forward = self._frozen()
         return exchanged
-
-    def _exchange_where_it_lasts(self) -> bool:
-        if not self._numbers:
-            return False
-        before, self._numbers_before, self._numbers = self._numbers_before, self._numbers, set()
-        # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
-        lasts = len(self._numbers_before) == 1 and self._numbers_before == before != {0}
-        return lasts and self._is_alike() and self._exchange({*self.sent, *self._beside}.difference(self._idle))
 
     def _frozen(self) -> list[Tensor]:
         """Parameters that the reducer sends, but that are frozen now."""
@@ -118,20 +115,30 @@ class TrainedParameters:
         Raises:
             DifferentParametersError: The ranks have not trained the same parameters in the last backward that sent.
         """
-        if not self._is_as_read():
+        held = list(chain.from_iterable(self._views))
+        # Not `==`, which compares tensors by element.
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             self._read_module()
         self._sends = sends
         if not sends:
             return
         self.settle()
-        waits = self._may_be_waited_for_in_vain()
+        # What the reducer sends, but may be out of the graph: frozen at forward or now, or removed.
+        in_doubt = () if self._finds_unused else (*self._frozen_in_forward, *self._frozen(), *self._removed)
+        waits = list(dict.fromkeys(in_doubt))
         reached = _reached_by(loss, waits) if waits else set()
         self._idle = [one for one in waits if one not in reached]
         # As if they had not taken part: optimizers step parameters that have a gradient.
         frozen = {one for one in waits if not one.requires_grad}
         self._without = [one for one in waits if one.grad is None and (one in frozen or one not in reached)]
         if self._idle:
-            self._take_part_with_zeros()
+            # They take part with zeros, by a separate backward: the user's sees them unchanged.
+            sparse = [one for one in self._idle if self.sent[one]]
+            with torch.enable_grad(), trainable(self._idle):
+                nothing = [_nothing_of(one, self.sent[one]) for one in self._idle]
+            # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
+            with trainable(sparse):
+                torch.autograd.backward(nothing)
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -144,7 +151,9 @@ class TrainedParameters:
         self._without = []
         self._beside = self._found_beside()
         self._fired.clear()
-        number = self._number_of_change()
+        idle = sorted(f"without {self._label(one)}" for one in self._idle)
+        beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
+        number = digest([*idle, *beside]) if idle or beside else 0
         self._numbers.add(number)
         self._message = self._messages.launch(number=number)
         # Other ranks do not know of a change that they do not have. Only changes on all ranks may be sent.
@@ -159,7 +168,20 @@ class TrainedParameters:
         """
         if not self._is_alike():
             left_out, added = (f"{self._label(one)}: left out" for one in self._idle), self._beside
-            _raise_difference([*left_out, *(f"{self._label(one)}: trained" for one in added)], self._control)
+            differing = [*left_out, *(f"{self._label(one)}: trained" for one in added)]
+            by_rank: list[list[str]] = all_gather_object(differing, self._control.group)
+            lines = []
+            for one in sorted({one for of_rank in by_rank for one in of_rank}):
+                ranks = [rank for rank, of_rank in enumerate(by_rank) if one in of_rank]
+                if len(ranks) < len(by_rank):
+                    lines.append(f"{one} by {names_of(ranks)} alone")
+            raise DifferentParametersError(
+                "The ranks do not train the same parameters in the same step:\n  "
+                + listed(lines or ["they differ in their dtypes, or in which of them are new"], "\n  ")
+                + "\nSet `requires_grad` alike on all ranks, and add and remove parameters alike: look for code that"
+                " depends on the rank or on its data. Where ranks use different parameters on purpose, give"
+                " find_unused_parameters=True."
+            )
 
     def _is_alike(self) -> bool:
         return self._message is None or bool(self._message.wait().is_alike)
@@ -173,11 +195,6 @@ class TrainedParameters:
     def names_without_gradient(self) -> list[str]:
         """Names of parameters that the reducer sends and that have no gradient now. Not collective."""
         return [self._names[one] for one in self.sent if one.grad is None]
-
-    def _is_as_read(self) -> bool:
-        held = list(chain.from_iterable(self._views))
-        # Not `==`, which compares tensors by element.
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
     def _read_module(self) -> None:
         module, ignored = self._ddp.module, self._ddp.parameters_to_ignore
@@ -198,21 +215,6 @@ class TrainedParameters:
                     note = self._fired.add
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-    def _may_be_waited_for_in_vain(self) -> list[Tensor]:
-        """Parameters that the reducer sends, but that may be out of the graph: frozen at forward or now, or removed."""
-        if self._finds_unused:
-            return []
-        return list(dict.fromkeys((*self._frozen_in_forward, *self._frozen(), *self._removed)))
-
-    def _take_part_with_zeros(self) -> None:
-        """Gives the reducer the idle parameters' zeros, by a separate backward: the user's sees them unchanged."""
-        sparse = [one for one in self._idle if self.sent[one]]
-        with torch.enable_grad(), trainable(self._idle):
-            nothing = [_nothing_of(one, self.sent[one]) for one in self._idle]
-        # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
-        with trainable(sparse):
-            torch.autograd.backward(nothing)
-
     def _found_beside(self) -> list[Tensor]:
         chosen = self._fired & self._hooks.keys()
         if self._finds_unused:
@@ -223,12 +225,6 @@ class TrainedParameters:
 
     def _label(self, parameter: Tensor) -> str:
         return f"{self._names[parameter]!r} of shape {tuple(parameter.shape)}"
-
-    def _number_of_change(self) -> int:
-        """A number for the change. If there is no change, 0."""
-        idle = sorted(f"without {self._label(one)}" for one in self._idle)
-        beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
-        return digest([*idle, *beside]) if idle or beside else 0
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
         """Leaves the mean over ranks in ``param.grad``. Collective: all ranks have these parameters."""
@@ -280,18 +276,3 @@ def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
             left.discard(getattr(node, "variable", None))
             waiting += [following for following, _ in node.next_functions]
     return set(wanted) - left
-
-
-def _raise_difference(differing: list[str], control: Collectives) -> None:
-    by_rank: list[list[str]] = all_gather_object(differing, control.group)
-    lines = []
-    for one in sorted({one for of_rank in by_rank for one in of_rank}):
-        ranks = [rank for rank, of_rank in enumerate(by_rank) if one in of_rank]
-        if len(ranks) < len(by_rank):
-            lines.append(f"{one} by {names_of(ranks)} alone")
-    raise DifferentParametersError(
-        "The ranks do not train the same parameters in the same step:\n  "
-        + listed(lines or ["they differ in their dtypes, or in which of them are new"], "\n  ")
-        + "\nSet `requires_grad` alike on all ranks, and add and remove parameters alike: look for code that depends on"
-        " the rank or on its data. Where ranks use different parameters on purpose, give find_unused_parameters=True."
-    )

@@ -63,12 +63,12 @@ def _checkpointed(part: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     changed: list[Tensor] = []
     # A module may have arguments that are named as those of `checkpoint`.
     call = functools.partial(forward, **kwargs)
-    contexts = functools.partial(_contexts, part, changed)
-    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
-
-
-def _contexts(part: nn.Module, changed: list[Tensor]) -> tuple[Any, Any]:
-    return _noting_changes(part, changed), buffers_kept(changed, always=True)
+    return checkpoint(
+        call,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (_noting_changes(part, changed), buffers_kept(changed, always=True)),
+    )
 
 
 @contextmanager

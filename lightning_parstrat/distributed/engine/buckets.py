@@ -9,7 +9,6 @@ shard.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class ParameterSlot:
         place: The parameter's place in the bucket.
         strides: Its strides in the bucket. A dense parameter keeps its strides (channels_last is kept), any other is
             row-major.
-        shard_slice: The part of the parameter that this rank owns, or None.
+        shard_slice: The part of the parameter that this rank owns, maybe without elements.
         shard: That part as a parameter for the optimizer, or None.
         expected: Whether the next bucket launch waits for the parameter's gradient.
         fresh: Whether autograd has accumulated into ``param.grad`` since the gradient was last packed.
@@ -46,7 +45,7 @@ class ParameterSlot:
     bucket: "GradientBucket"
     place: Slot
     strides: tuple[int, ...] = field(init=False)
-    shard_slice: ShardSlice | None = field(init=False)
+    shard_slice: ShardSlice = field(init=False)
     shard: nn.Parameter | None = None
     expected: bool = False
     fresh: bool = False
@@ -72,8 +71,6 @@ class ParameterSlot:
 
     def view_into_shard(self, flat_shard: Tensor) -> Tensor:
         """The part this rank owns, in a buffer of the shard's length: 1-D, or the uncut parameter in its shape."""
-        if self.shard_slice is None:
-            raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
         start = flat_shard.storage_offset() + self.shard_slice.shard_start
         if self.shard_slice.numel == self.place.numel:
             # An optimizer that depends on shapes (Muon, Adafactor) must see the parameter's own shape.
@@ -86,18 +83,9 @@ class ParameterSlot:
 
     def part_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a tensor of the parameter's shape: a view, if its strides are the bucket's."""
-        if self.shard_slice is None or self.shard is None:
-            raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
-        return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
-
-
-class ShownMean(Enum):
-    """The part of an earlier backward's mean that ``param.grad`` may hold, if gradients are exposed."""
-
-    ABSENT = "gradients are not exposed: it holds what this rank has accumulated, and nothing else"
-    TO_PACK = "it is packed, because another rank may have accumulated into it since, and stays, as none may have"
-    PACKED = "it has been packed in this backward: only what came since is"
+        is_uncut = self.shard_slice.numel == self.place.numel
+        return part.as_strided(self.parameter.shape, self.strides) if is_uncut else part
 
 
 class GradientBucket:
@@ -159,11 +147,13 @@ class GradientBucket:
         shard = self.place.shard
         return unsharded[self.layout.bounds[shard] : self.layout.bounds[shard + 1]]
 
-    def pack_gradients(self, shown: ShownMean) -> Tensor:
+    def pack_gradients(self, exposes: bool, again: bool) -> Tensor:
         """Moves the local gradients into a new flat buffer. ``param.grad`` is None afterwards.
 
         Args:
-            shown: What ``param.grad`` may hold of an earlier backward.
+            exposes: Whether gradients are exposed, so that ``param.grad`` may hold the mean of an earlier backward. The
+                mean is packed, because another rank may have accumulated into it since. It stays, as none may have.
+            again: Whether that was packed in this backward already. Then only what came since is packed.
 
         Returns:
             1-D, ``layout.numel`` elements of ``comm_dtype``. Elements without a gradient are zero.
@@ -174,8 +164,8 @@ class GradientBucket:
         buffer = torch.empty(self.numel, dtype=self.comm_dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
-            earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
-            gradient = None if earlier and shown is ShownMean.PACKED else slot.parameter.grad
+            earlier, slot.fresh = exposes and not slot.fresh, False
+            gradient = None if earlier and again else slot.parameter.grad
             if gradient is None:
                 slot.view_into(buffer).zero_()
                 continue
@@ -194,20 +184,6 @@ class GradientBucket:
             # One kernel for all: a bucket may have hundreds of small tensors.
             copy_all(places, gradients)
         return buffer
-
-    def room_for_sum(self, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
-        """The memory for the shard of the sum of ``buffer``, and the buffer around it if the sum is to be exposed.
-
-        Args:
-            buffer: Packed gradients.
-            exposes: Whether the sum is to be exposed.
-        """
-        if not exposes:
-            kept_in = self.sum_dtype if self.is_partial else self.shard_dtype
-            return buffer.new_empty(self.shard_numel, dtype=kept_in), None
-        # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
-        unsharded = torch.empty_like(buffer, dtype=self.dtype)
-        return self.shard_of(unsharded), unsharded
 
     def attach_exposed_gradients(self) -> None:
         """Makes each owned shard's ``.grad`` its part of ``param.grad``, with the user's changes."""
@@ -249,7 +225,7 @@ class GradientBucket:
             self.shard_gradient = self.unsharded_gradient = None
             self.is_partial = False
         for slot in mine:
-            if self.shard_gradient is not None and slot.shard_slice is not None:
+            if self.shard_gradient is not None and slot.shard_slice.numel:
                 slot.view_into_shard(self.shard_gradient).zero_()
             if set_to_none:
                 slot.used = False
@@ -292,7 +268,7 @@ class ParameterBucket(GradientBucket):
         if master_dtype is not None:
             self.master = self.shard.to(master_dtype, copy=True)
         for slot in self.slots:
-            if slot.shard_slice is not None:
+            if slot.shard_slice.numel:
                 slot.shard = nn.Parameter(slot.view_into_shard(self.shard if self.master is None else self.master))
         # Parameters, shards and the bucket itself.
         self._own_users = users_of_storage(self.flat)
@@ -317,9 +293,12 @@ class ParameterBucket(GradientBucket):
         """Addresses of the buffer, and of the one that parameters had before it. A view of one keeps all of it."""
         return {self._first_storage, self.flat.untyped_storage().data_ptr()}
 
-    def copy_in_rebound(self) -> None:
-        """Copies in the tensors that users have set as parameters' data. The tensors remain the users'.
+    # Not `@torch.no_grad()`: that is ten calls in every step, even if there is nothing to do.
 
+    def take_over_changes(self) -> None:
+        """Takes over changes to parameters since the last step: clamped, swapped, loaded or rebound weights.
+
+        Tensors that users have set as parameters' data are copied in. The tensors remain the users'.
         Such a tensor stays the parameter's storage, as under DDP: its user may hold it. Other tensors may still use the
         memory that the parameter had in the bucket: two parameters may have swapped data. So from then on all
         parameters keep the memory that they have, and the bucket works on copies of them in a new buffer.
@@ -327,18 +306,11 @@ class ParameterBucket(GradientBucket):
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
-        if not self._has_copies and not self._lying_elsewhere():
-            return
-        self._check_unchanged()
-        with torch.no_grad():
-            if not self._has_copies:
-                self._has_copies = True
-                self.flat = self.flat.clone()
-                for slot in self.slots if self.master is None else ():
-                    if slot.shard is not None:
-                        slot.shard.data = slot.view_into_shard(self.shard)
-            for slot in self.slots:
-                slot.view_into(self.flat).copy_(slot.parameter.data)
+        if self._has_copies or self._lying_elsewhere():
+            self._copy_in()
+        if self.master is not None:
+            with torch.no_grad():
+                take_where_changed(self.master, self.shard, self._rounded(self.master))
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -347,6 +319,25 @@ class ParameterBucket(GradientBucket):
                 view = slot.view_into(self.flat)
                 view.copy_(slot.parameter.data)
                 slot.parameter.data = view
+
+    @torch.no_grad()
+    def _copy_in(self) -> None:
+        for slot in self.slots:
+            data = slot.parameter.data
+            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
+                raise ValueError(
+                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
+                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
+                    " before `fit`, not during it."
+                )
+        if not self._has_copies:
+            self._has_copies = True
+            self.flat = self.flat.clone()
+            for slot in self.slots if self.master is None else ():
+                if slot.shard is not None:
+                    slot.shard.data = slot.view_into_shard(self.shard)
+        for slot in self.slots:
+            slot.view_into(self.flat).copy_(slot.parameter.data)
 
     def _lying_elsewhere(self) -> bool:
         """Whether a parameter with elements lies outside of the buffer, or in another order."""
@@ -360,16 +351,6 @@ class ParameterBucket(GradientBucket):
             )
             for slot in self.slots
         )
-
-    def _check_unchanged(self) -> None:
-        for slot in self.slots:
-            data = slot.parameter.data
-            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
-                raise ValueError(
-                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
-                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
-                    " before `fit`, not during it."
-                )
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
@@ -391,14 +372,6 @@ class ParameterBucket(GradientBucket):
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)
-
-    # Not `@torch.no_grad()`: that is ten calls in every step, even if there is nothing to do.
-
-    def refresh_master_weights(self) -> None:
-        """Takes over changes to parameters since the last step: clamped, swapped or loaded weights."""
-        if self.master is not None:
-            with torch.no_grad():
-                take_where_changed(self.master, self.shard, self._rounded(self.master))
 
     def parameters_to_send(self) -> Tensor:
         """The buffer of the all-gather, with this rank's stepped part: the parameters' buffer, or a narrow one."""

@@ -19,7 +19,6 @@ from lightning_parstrat.distributed.torch_compat import (
     ignore_warnings_of_global_hooks,
     looks_at_code,
     set_compiled_call,
-    stop_calling_before_compiling,
 )
 
 _MOST_IN_FLIGHT = 3
@@ -40,11 +39,11 @@ class CompiledCode:
         self._calls: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._found_in_flight = 0
         self._wait_before_calls()
-        call_before_compiling(self._before_compiling)
+        self._stop = call_before_compiling(self._before_compiling)
 
     def close(self) -> None:
         """Restores the calls of compiled parts."""
-        stop_calling_before_compiling(self._before_compiling)
+        self._stop()
         for part, (call, waiting) in self._calls.items():
             # The part may have been compiled once more since.
             if compiled_call(part) is waiting:

@@ -43,8 +43,7 @@ def cuts_in_buckets(slots: Mapping[Tensor, ParameterSlot]) -> dict[Tensor, Cut]:
 def cut_in_bucket(slot: ParameterSlot, place: ShardPlace) -> Cut:
     """How a parameter is cut for the rank with that part of the state."""
     layout, (shard, copy, copies) = slot.bucket.layout, place
-    part = layout.slice_of(slot.place, shard)
-    own = slice(0, 0) if part is None else part.elements
+    own = layout.slice_of(slot.place, shard).elements
     start, numel = layout.bounds[shard] - slot.place.offset, layout.shard_numel(shard)
     first, last = (start + numel * number // copies for number in (copy, copy + 1))
     written = slice(max(first, own.start), min(last, own.stop))
@@ -89,3 +88,8 @@ def own_rows(parameter: DTensor, gathered: Tensor) -> slice:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, over the same memory. A whole tensor is returned unchanged. Not collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor. A whole tensor is returned unchanged. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -120,7 +120,14 @@ class ShardedDataParallel:
             for number in self._partitions
         }
         """The shardings of optimizers, by the optimizers' positions."""
-        self._shard_optimizers()
+        for sharding in self.shardings.values():
+            shard_optimizer(sharding)
+        self._bucket_parameters()
+        if policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
+            raise ValueError(
+                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
+                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
+            )
         self.reducer.collectives.connect(device)
         self.gatherer.collectives.connect(device, reduces=False)
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
@@ -275,16 +282,6 @@ class ShardedDataParallel:
 
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
-
-    def _shard_optimizers(self) -> None:
-        for sharding in self.shardings.values():
-            shard_optimizer(sharding)
-        self._bucket_parameters()
-        if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
-            raise ValueError(
-                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
-                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
-            )
 
     def _adopt_added_parameters(self) -> None:
         with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):

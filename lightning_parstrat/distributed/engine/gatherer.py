@@ -19,7 +19,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +122,7 @@ def wait_for_parameters_in(module: nn.Module) -> None:
 @functools.cache
 def _hook() -> Callable[[nn.Module, Any], None]:
     # A compiler would trace the hooks of a module that is compiled in place.
-    hook: Callable[[nn.Module, Any], None] = torch.compiler.disable(_wait_for_parameters_of)  # type: ignore[no-untyped-call]
-    return hook
+    return cast(Callable[..., None], torch.compiler.disable(_wait_for_parameters_of))  # type: ignore[no-untyped-call]
 
 
 def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:

@@ -69,7 +69,17 @@ class BucketPlanner:
             first: The index of the first bucket.
         """
         ordered = sorted(owners, key=self._turn_of)
-        specs = [self._spec(parameter, owners[parameter], partitions) for parameter in ordered]
+        specs = [
+            ParameterSpec(
+                name=self._name(parameter),
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype),
+                itemsize=parameter.element_size(),
+                group=(str(parameter.dtype), str(parameter.device), owners[parameter]),
+                partition="parameter" if "parameter" in [partitions[one] for one in owners[parameter]] else "element",
+            )
+            for parameter in ordered
+        ]
         # Frozen parameters send nothing, and may have a layout without a size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
         model_bytes = sum(one.numel() * one.element_size() for one in trained)
@@ -101,16 +111,6 @@ class BucketPlanner:
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, UNNAMED)
-
-    def _spec(self, parameter: Tensor, owners: Owners, partitions: Mapping[int, Partition]) -> ParameterSpec:
-        return ParameterSpec(
-            name=self._name(parameter),
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype),
-            itemsize=parameter.element_size(),
-            group=(str(parameter.dtype), str(parameter.device), owners),
-            partition="parameter" if "parameter" in [partitions[one] for one in owners] else "element",
-        )
 
 
 def owners_of(

@@ -37,11 +37,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import Content, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.work import Arrivals, Exchange, Streams, Work, marked, set_aside
-from lightning_parstrat.distributed.engine.buckets import (
-    GradientBucket,
-    ParameterSlot,
-    ShownMean,
-)
+from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.shown_gradients import expose_gradients
 from lightning_parstrat.distributed.torch_compat import (
     accumulated_gradient_hooks,
@@ -65,7 +61,7 @@ class _Reduction(NamedTuple):
         unsharded: The buffer of the bucket's length that contains ``shard``. If no gradient will be exposed, None.
         work: The transfer.
         applied: A part of the scale, by which gradients were multiplied before the sum.
-        shown: What was packed of a mean that ``param.grad`` already shows.
+        again: Whether the bucket was sent before in this backward.
         scale: Makes a mean of the sum. If more micro-batches follow, None: the last one has the scale.
         stream: The stream that owns the reduction's memory.
     """
@@ -75,7 +71,7 @@ class _Reduction(NamedTuple):
     unsharded: Tensor | None
     work: Work
     applied: float
-    shown: ShownMean
+    again: bool
     scale: GradientScale | None
     stream: Hashable
 
@@ -147,7 +143,9 @@ class GradientReducer:
         """Carries the gradients."""
         self.max_inflight = max_inflight
         self._messages = messages
-        self.follow_streams(streams or Streams())
+        self._streams = streams or Streams()
+        self._arrivals = Arrivals(self._streams) if self._streams.are_several else None
+        """On which streams gradients become ready."""
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False
         self.shards_accumulation = False
@@ -161,12 +159,6 @@ class GradientReducer:
         self._in_flight: list[_Reduction] = []
         self._not_waited_for: deque[_Reduction] = deque()
         self._window_scale: GradientScale | None = None
-
-    def follow_streams(self, streams: Streams) -> None:
-        """From now on, keeps to the order of streams of the gradients' device."""
-        self._streams = streams
-        self._arrivals = Arrivals(streams) if streams.are_several else None
-        """On which streams gradients become ready."""
 
     @property
     def control(self) -> Collectives:
@@ -266,12 +258,14 @@ class GradientReducer:
 
     def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
         again = bucket in backward.sent
-        shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
         backward.sent.add(bucket)
-        self._hold_back()
+        waiting = self._not_waited_for
+        # Only waiting for a work frees its buffers.
+        while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
+            self._wait(waiting.popleft(), "zero1_custom: hold backward back, max_inflight_buckets")
         own_stream = nullcontext() if self._arrivals is None else self._arrivals.waited_for(bucket)
         with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), own_stream:
-            self._in_flight.append(self._send(bucket, shown, backward.scale))
+            self._in_flight.append(self._send(bucket, again, backward.scale))
         self._not_waited_for.append(self._in_flight[-1])
 
     def _flush(self, backward: _Backward) -> None:
@@ -346,23 +340,25 @@ class GradientReducer:
         if backward.scale is not None and any(b.is_partial for b in self.buckets) and self._window_scale is None:
             self._window_scale = backward.scale
 
-    def _send(self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None) -> _Reduction:
-        buffer = bucket.pack_gradients(shown)
+    def _send(self, bucket: GradientBucket, again: bool, scale: GradientScale | None) -> _Reduction:
+        exposes = self._exposes(bucket)
+        buffer = bucket.pack_gradients(exposes, again)
         bucket.is_partial = bucket.is_partial or scale is None
         applied = 1.0
         if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # If the mean fits into float16, a sum over ranks may still overflow.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT)
+        unsharded: Tensor | None = None
+        if exposes:
+            # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
+            unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
+            shard = bucket.shard_of(unsharded)
+        else:
+            kept_in = bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
+            shard = buffer.new_empty(bucket.shard_numel, dtype=kept_in)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, self._streams.current())
-
-    def _hold_back(self) -> None:
-        waiting = self._not_waited_for
-        # Only waiting for a work frees its buffers.
-        while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
-            self._wait(waiting.popleft(), "zero1_custom: hold backward back, max_inflight_buckets")
+        return _Reduction(bucket, shard, unsharded, work, applied, again, scale, self._streams.current())
 
     def _wait(self, reduction: _Reduction, mark: str) -> None:
         # A wait frees the memory of the work, which then belongs to that stream again.
@@ -395,14 +391,14 @@ class GradientReducer:
             if mean != reduction.applied:
                 reduction.shard.mul_(mean / reduction.applied)
             # An exposed gradient was packed together with its accumulated part, so the sum replaces it.
-            if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
+            if bucket.shard_gradient is None or (reduction.unsharded is not None and not reduction.again):
                 bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
                 if bucket.is_partial:
                     # After zeroing in place, the shard has the narrow dtype, as after a window.
                     bucket.shard_gradient = bucket.shard_gradient.to(bucket.sum_dtype)
                 bucket.shard_gradient.add_(reduction.shard)
-        for bucket in {reduction.bucket for reduction in pending if reduction.shown is ShownMean.ABSENT}:
+        for bucket in {reduction.bucket for reduction in pending if reduction.unsharded is None}:
             bucket.attach_gradients()
 
     def _set_aside(self) -> None:

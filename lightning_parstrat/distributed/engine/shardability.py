@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
+from lightning_parstrat.distributed.engine.cuts import whole
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import (
     METHODS,
@@ -133,7 +134,8 @@ def immovable_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
     """The tensors of ``tensors`` whose memory overlaps that of another one among them."""
-    distinct = [tensor for tensor in dict.fromkeys(tensors) if _has_memory(tensor)]
+    strided = (one for one in dict.fromkeys(tensors) if one.layout == torch.strided)
+    distinct = [one for one in strided if one.device.type != "meta" and one.numel() > 0]
     extents = sorted((*_extent(tensor), number) for number, tensor in enumerate(distinct))
     sharing: set[Tensor] = set()
     last_stop, last = -1, -1
@@ -143,10 +145,6 @@ def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
         if stop > last_stop:
             last_stop, last = stop, number
     return sharing
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -211,13 +209,9 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:
     return all(
-        bool((one - _whole(other)).abs().max() <= _SAME * (one - start).abs().max())
+        bool((one - whole(other)).abs().max() <= _SAME * (one - start).abs().max())
         for (one, other), start in zip(watched, starts, strict=True)
     )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Twin(NamedTuple):
@@ -248,7 +242,9 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
     number = 0
     for group in twin.param_groups:
         if "lr" in group:
-            group["lr"] = _noticeable(group["lr"])
+            # Above zero. At the start of a warm-up it is often zero, and the trial needs movement.
+            rate, least = group["lr"], _SMALLEST_LEARNING_RATE
+            group["lr"] = rate.clamp(min=least) if isinstance(rate, Tensor) else max(rate, least)
         # Some parameters of every shape, and the last as well as the first.
         stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
         chosen = dict(enumerate(group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP], number))
@@ -258,13 +254,6 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
         group["params"] = list(chosen.values())
         probes.update(chosen)
     return _Twin(twin, probes)
-
-
-def _noticeable(learning_rate: Any) -> Any:
-    """A learning rate above zero. At the start of a warm-up it is often zero, and the trial needs movement."""
-    if isinstance(learning_rate, Tensor):
-        return learning_rate.clamp(min=_SMALLEST_LEARNING_RATE)
-    return max(learning_rate, _SMALLEST_LEARNING_RATE)
 
 
 def _gradient(probe: nn.Parameter, number: int, step: int, scale: float) -> Tensor:

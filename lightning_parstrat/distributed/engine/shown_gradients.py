@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,11 +24,10 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
     """
     gathers = []
     for bucket in buckets:
-        if bucket.unsharded_gradient is None:
-            raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
+        gradient = cast(Tensor, bucket.unsharded_gradient)
         with marked(f"zero1_custom: all-gather gradients of bucket {bucket.index}"):
-            work = collectives.all_gather(bucket.unsharded_gradient, bucket.layout.bounds)
-        gathers.append((bucket, bucket.unsharded_gradient, work))
+            work = collectives.all_gather(gradient, bucket.layout.bounds)
+        gathers.append((bucket, gradient, work))
     for bucket, gradient, work in gathers:
         with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
             collectives.wait(work)
@@ -70,7 +70,7 @@ def _take_back(bucket: ParameterBucket, shard_gradient: Tensor) -> None:
     for slot in bucket.slots:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
-        if slot.shard_slice is None:
+        if slot.shard is None:
             continue
         place = slot.view_into_shard(shard_gradient)
         if gradient is None:

@@ -133,6 +133,7 @@ def gather_state_dict(
     return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
 
 
+@torch.no_grad()
 def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], state_dict: StateDict) -> StateDict:
     """This rank's part of an unsharded state, for groups that hold shards. Master weights are taken over at once.
 
@@ -154,7 +155,7 @@ def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], 
         )
     of_parameters = {identifier for saved in saved_groups for identifier in saved["params"]}
     state = {key: value for key, value in state_dict["state"].items() if key not in of_parameters}
-    groups = []
+    groups, masters = [], state_dict.get(MASTER_WEIGHTS, {})
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = []
         for parameter, identifier in zip(group["params"], saved["params"], strict=True):
@@ -166,8 +167,9 @@ def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], 
                 state[identifier] = replace_leaves(entries, torch.clone)
             elif entries is not None and slot is not None:
                 state[identifier] = {key: shard_value(value, slot) for key, value in entries.items()}
-            if slot is not None:
-                _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
+            if slot is not None and slot.shard is not None and slot.has_master_weights and identifier in masters:
+                # If the parameter has another value at the next step, the step uses that value.
+                slot.shard.copy_(shard_value(masters[identifier], slot))
         groups.append({**saved, "params": kept})
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -197,16 +199,6 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
                 )
 
 
-@torch.no_grad()
-def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | Run | None) -> None:
-    """Takes over this rank's part. If the parameter has another value at the next step, the step uses that value."""
-    if slot.shard is None or unsharded is None:
-        return
-    part = shard_value(unsharded, slot)
-    if slot.has_master_weights:
-        slot.shard.copy_(part)
-
-
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     """Torch's own packing: positions instead of parameters."""
     parameters = grouped_parameters(optimizer)
@@ -231,18 +223,15 @@ def _own_parts(optimizer: Optimizer, shards: Shards) -> list[PartOfState]:
     parts = []
     for position, parameter in enumerate(grouped_parameters(optimizer)):
         slot = shards.slots.get(parameter)
-        if slot is None or slot.shard is None or slot.shard_slice is None:
+        if slot is None or slot.shard is None:
             continue
         entries = optimizer.state.get(slot.shard, {})
-        cut = {key: one.dtype for key, one in entries.items() if _is_cut(one, slot.shard)}
+        tensors = {key: one for key, one in entries.items() if isinstance(one, Tensor)}
+        cut = {key: one.dtype for key, one in tensors.items() if one.shape == slot.shard.shape}
         others = {key: on_host(one) for key, one in entries.items() if key not in cut}
         masters = {MASTER_WEIGHTS: slot.shard.dtype} if slot.has_master_weights else {}
         parts.append(PartOfState(position, slot.shard_slice.elements, masters | cut, others))
     return parts
-
-
-def _is_cut(value: Any, shard: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.shape
 
 
 def _send_parts(

@@ -15,7 +15,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -136,8 +136,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     """The sharding of a sharded optimizer, see :func:`is_sharded`."""
-    sharding: OptimizerSharding = vars(optimizer)["_sharding"]
-    return sharding
+    return cast(OptimizerSharding, vars(optimizer)["_sharding"])
 
 
 class OptimizerSharding:
@@ -261,9 +260,8 @@ class OptimizerSharding:
             self.reducer.reduce_left_over(self.buckets[before:])
         self.reducer.finish(self.buckets)
         for bucket in self.buckets:
-            # The user's changes to parameters since the last step (clamped, swapped, loaded) are stepped.
-            bucket.copy_in_rebound()
-            bucket.refresh_master_weights()
+            # The user's changes are stepped.
+            bucket.take_over_changes()
 
     def _parts(self) -> list[tuple[list[ParameterBucket], list[list[Tensor]]]]:
         """The parts that are stepped one after the other: the first is in flight while the next steps.
@@ -275,9 +273,13 @@ class OptimizerSharding:
             Buckets, and their tensors in each of the optimizer's groups.
         """
         stepped = self.stepped()
+        is_elementwise = type(self.optimizer) in ELEMENTWISE_OPTIMIZERS
+        # Those that may have moved on any rank: the same on all ranks. A user may have set a gradient, and an unknown
+        # optimizer may move parameters without one.
+        all_move = self.exposes_gradients or not is_elementwise
         # The last gradients to be ready belong to the parameters that the next forward reads first.
-        buckets = self._stepped_buckets()[::-1]
-        if type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+        buckets = [bucket for bucket in reversed(self.buckets) if all_move or bucket.has_gradients]
+        if not is_elementwise or len(buckets) < 2:
             return [(buckets, [[tensor for _, tensor in group] for group in stepped])]
         parts = [
             (together, [[tensor for bucket, tensor in group if bucket in together] for group in stepped])
@@ -285,13 +287,6 @@ class OptimizerSharding:
         ]
         others = [[tensor for bucket, tensor in group if bucket is None] for group in stepped]
         return [*parts, ([], others)] if any(others) else parts
-
-    def _stepped_buckets(self) -> list[ParameterBucket]:
-        """Buckets whose parameters may have moved on any rank. The same on all ranks."""
-        if self.exposes_gradients or type(self.optimizer) not in ELEMENTWISE_OPTIMIZERS:
-            # A user may have set a gradient, and an unknown optimizer may move parameters without one.
-            return self.buckets
-        return [bucket for bucket in self.buckets if bucket.has_gradients]
 
 
 _SMALLEST_STEP = 2**20
@@ -380,14 +375,13 @@ def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
     return _make_copy, (type(self), self.defaults, self.param_groups)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
     "step": stepping_by(_steps_shards),
     "__reduce_ex__": _reduce_ex,
 }
-METHODS: frozenset[str] = frozenset(_METHODS)
 """The methods that a sharded optimizer has on the instance."""
 
 
@@ -395,12 +389,12 @@ def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
     """Makes a wrapper that inherits the optimizer's class use the sharded optimizer's methods, except ``step``."""
     if is_sharded(optimizer):
         methods = sharding_of(optimizer).methods
-        vars(wrapper).update({name: methods[name] for name in METHODS - {"step", "__reduce_ex__"}})
+        vars(wrapper).update({name: methods[name] for name in METHODS.keys() - {"step", "__reduce_ex__"}})
 
 
 def shard_optimizer(sharding: OptimizerSharding) -> None:
     """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded. Its buckets are found later."""
-    sharding.methods = {name: _bound(name, sharding.optimizer) for name in _METHODS}
+    sharding.methods = {name: _bound(name, sharding.optimizer) for name in METHODS}
     # Schedulers take it for their wrapper, which it may replace: an optimizer with a user's `step` is not sharded.
     mark_as_wrapped(sharding.methods["step"].__func__)
     # Not by `setattr`, which a class may have overridden.
@@ -412,7 +406,7 @@ def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
 
     @functools.wraps(getattr(type(optimizer), name))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
+        return METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
 
     return types.MethodType(method, optimizer)
 

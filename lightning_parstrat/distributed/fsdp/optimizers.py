@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.cuts import local
+from lightning_parstrat.distributed.engine.cuts import local, whole
 from lightning_parstrat.distributed.engine.shardability import reason_against_rows
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
@@ -58,9 +58,9 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
         reason = "its `step` was replaced on the object" if is_replaced and len(meshes) > 1 else ""
         if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
             if not is_replaced:
-                _replace_step(optimizer, _step_local)
+                vars(optimizer)["step"] = types.MethodType(_step_local, optimizer)
         elif type(optimizer) in STEPPED_WHOLE and not is_replaced:
-            _replace_step(optimizer, _step)
+            vars(optimizer)["step"] = types.MethodType(_step, optimizer)
             optimizer.register_step_pre_hook(refuse_step_of_class)
         elif needs_closure(optimizer):
             reason = "its `step` needs a closure, and looks at all parameters as one vector"
@@ -72,10 +72,6 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
                 " Use one that moves each element by itself, such as torch.optim.AdamW, or strategy='zero1_custom',"
                 " which leaves each matrix whole on one rank."
             )
-
-
-def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -127,7 +123,7 @@ def _own(value: Any, parameter: DTensor) -> Any:
     return local(shard_like(value, parameter) if is_whole else value)
 
 
-def _like_before(value: Any, before: Any, parameter: Tensor) -> Any:
+def _like_before(value: Any, before: Any, parameter: DTensor) -> Any:
     """The DTensor of which a step has changed this rank's part, or a new one if the part is new."""
     if before is not None and local(before) is value:
         return before
@@ -160,9 +156,9 @@ def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
     """
     shown = parameter
     if isinstance(parameter, DTensor):
-        shown = nn.Parameter(_whole(parameter))
-        shown.grad = _whole(parameter.grad)
-        _move_state(optimizer, parameter, shown, _whole)
+        shown = nn.Parameter(whole(parameter.detach()))
+        shown.grad = whole(cast(Tensor, parameter.grad))
+        _move_state(optimizer, parameter, shown, whole)
     stand_ins = [[shown for one in group["params"] if one is parameter] for group in optimizer.param_groups]
     try:
         with showing(optimizer, stand_ins):
@@ -182,7 +178,3 @@ def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
 def _move_state(optimizer: Optimizer, old: Tensor, new: Tensor, convert: Callable[[Any], Any]) -> None:
     if old in optimizer.state:
         optimizer.state[new] = {key: convert(value) for key, value in optimizer.state.pop(old).items()}
-
-
-def _whole(value: Any) -> Any:
-    return cast(Any, value.detach()).full_tensor() if isinstance(value, DTensor) else value

@@ -4,7 +4,7 @@ So a module on the meta device is never on a device as a whole.
 """
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -104,7 +104,13 @@ def shard(
             module. Or a part of the module is sharded already. Or the tensor-parallel plan cannot be carried out.
     """
     before = dict(module.named_parameters())
-    _refuse_shards(before)
+    for name, parameter in before.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
+                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
+                " and load weights into it before the training."
+            )
     units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
     whole = whole_parameters(module, units)
     if by_child:
@@ -119,7 +125,10 @@ def shard(
     # None: the root's parameters stay gathered from forward to backward, which follow each other at once.
     for part, reshards in [*((unit, policy.reshard_after_forward) for unit in units), (module, None)]:
         _make_on_device(part, whole, to_reset, group, device)
-        precision = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
+        # Gradients of a module's own shards in fp64 are summed in that, and all others in fp32.
+        dtypes = {one.dtype for one in part.parameters() if one not in whole and not isinstance(one, DTensor)}
+        summed_in = None if torch.float64 in dtypes else torch.float32
+        precision = MixedPrecisionPolicy(reduce_dtype=summed_in, cast_forward_inputs=False)
         layers = set(part.modules())
         for one in [one for one in planned if one.layer in layers and not holds_shards(one.layer)]:
             parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
@@ -139,16 +148,6 @@ def shard(
             # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
             vars(part)["flatten_parameters"] = _leave_where_they_are
     _SHARDED[module] = _Sharding(collectives.shard_groups, collectives.place, size, planned)
-
-
-def _refuse_shards(parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
-                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
-                " and load weights into it before the training."
-            )
 
 
 def _make_mesh(
@@ -194,12 +193,6 @@ def _refuse_uses(old: Tensor) -> None:
     old.untyped_storage().resize_(0)
     old.grad = None
     old.__class__ = HeldParameter
-
-
-def _summed_in(part: nn.Module, whole: set[Tensor]) -> torch.dtype | None:
-    """The dtype in which FSDP2 is to sum the gradients of a module's own shards. None for their own dtype."""
-    dtypes = {p.dtype for p in part.parameters() if p not in whole and not isinstance(p, DTensor)}
-    return None if torch.float64 in dtypes else torch.float32
 
 
 def _parts_without_values(

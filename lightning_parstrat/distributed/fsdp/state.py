@@ -123,7 +123,7 @@ def shard_like(value: Tensor | Run, parameter: Tensor) -> Tensor:
         parameter: A parameter of the whole tensor's shape.
     """
     if isinstance(value, Run):
-        return with_own_part(value.elements, parameter)
+        return with_own_part(value.elements, cast(DTensor, parameter))
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
     whole = value.to(parameter.device)
@@ -132,10 +132,8 @@ def shard_like(value: Tensor | Run, parameter: Tensor) -> Tensor:
     return with_own_part(part.to_local().clone(), parameter)
 
 
-def with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
+def with_own_part(elements: Tensor, parameter: DTensor) -> Tensor:
     """A DTensor, sharded as a parameter is, of which this rank's part is given. Not collective."""
-    if not isinstance(parameter, DTensor):
-        raise AssertionError("a part was given of a parameter that is not sharded")
     return DTensor.from_local(
         elements.view(parameter.to_local().shape).to(parameter.device),
         parameter.device_mesh,

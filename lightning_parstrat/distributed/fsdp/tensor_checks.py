@@ -7,7 +7,7 @@ the ranks that share the others.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.activation_checkpointing import buffers_kept
 from lightning_parstrat.distributed.engine.cuts import local
+from lightning_parstrat.distributed.engine.cuts import whole as full
 from lightning_parstrat.distributed.fsdp.tensor_plan import HEADS, PlannedLayer, TensorPlanError
 from lightning_parstrat.distributed.fsdp.whole import plain
 
@@ -59,11 +60,8 @@ def _check_at_first_call(part: nn.Module, name: str, row_wise: Sequence[nn.Modul
     return handle
 
 
-class _Called(NamedTuple):
-    """What a module returned, and what its row-wise layers were given."""
-
-    output: Any
-    given: list[Tensor]
+_Called = tuple[Any, list[Tensor]]
+"""What a module returned, and what its row-wise layers were given."""
 
 
 @torch.no_grad()
@@ -90,7 +88,7 @@ def _check(part: nn.Module, name: str, row_wise: Sequence[nn.Module], args: Any,
                 cut = _called_with(part, own, _wide, inputs, row_wise)
             draws = not all(map(torch.equal, _generator_states(devices), before))
             with buffers_kept(list(part.buffers())), plain(part):
-                whole = _called_with(part, own, lambda one: _wide(_full(one)), inputs, row_wise)
+                whole = _called_with(part, own, lambda one: _wide(full(one)), inputs, row_wise)
     except Exception:
         # If the cut layers cannot be called, training raises the error.
         return
@@ -111,16 +109,17 @@ def _check(part: nn.Module, name: str, row_wise: Sequence[nn.Module], args: Any,
 
 def _fits(cut: _Called, whole: _Called, mesh: DeviceMesh) -> bool:
     rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    parts = [one.tensor_split(size, -1)[rank] for one in whole.given]
-    if len(parts) != len(cut.given) or any(map(_differ, map(_full_or_own, cut.given, parts), parts)):
+    (output, given), (whole_output, whole_given) = cut, whole
+    parts = [one.tensor_split(size, -1)[rank] for one in whole_given]
+    if len(parts) != len(given):
         return False
-    pairs = zip(leaves(cut.output), leaves(whole.output), strict=False)
+    # What a layer was given may be a DTensor of all, or of this rank's part.
+    own = [local(one) if one.shape != part.shape else one for one, part in zip(given, parts, strict=True)]
+    if any(map(_differ, own, parts)):
+        return False
+    pairs = zip(leaves(output), leaves(whole_output), strict=False)
     # Others are of this rank's heads, such as the weights of attention.
-    return not any(_differ(_full(one.tensor), two.tensor) for one, two in pairs if one.tensor.shape == two.tensor.shape)
-
-
-def _full_or_own(given: Tensor, part: Tensor) -> Tensor:
-    return local(given) if given.shape != part.shape else given
+    return not any(_differ(full(one.tensor), two.tensor) for one, two in pairs if one.tensor.shape == two.tensor.shape)
 
 
 def _called_with(
@@ -136,7 +135,7 @@ def _called_with(
         for owner, name, parameter in own:
             setattr(owner, name, nn.Parameter(convert(parameter.detach()), False))
         args, kwargs = copy.deepcopy(inputs)
-        return _Called(part.forward(*args, **kwargs), given)
+        return part.forward(*args, **kwargs), given
     finally:
         for hook in hooks:
             hook.remove()
@@ -165,8 +164,10 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._left = {name: one for name, one in parameters.items() if not _is_cut(one)}
-        cut = (one.device_mesh for one in parameters.values() if isinstance(one, DTensor) and one.device_mesh.ndim > 1)
+        sharded = {name: one for name, one in parameters.items() if isinstance(one, DTensor)}
+        cut_layers = {name for name, one in sharded.items() if any(map(Placement.is_shard, one.placements[1:]))}
+        self._left = {name: one for name, one in parameters.items() if name not in cut_layers}
+        cut = (one.device_mesh for one in sharded.values() if one.device_mesh.ndim > 1)
         self._group = next(cut).get_group("tensor")
         self._steps = _COMPARED_STEPS
 
@@ -210,13 +211,5 @@ class GradientCheck:
                 del self._left[name]
 
 
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(map(Placement.is_shard, parameter.placements[1:]))
-
-
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -101,7 +101,14 @@ def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> 
                 )
             planned |= {name: PlannedLayer(name, layer, _style(pattern, style)) for name, layer in found.items()}
     if not planned:
-        raise TensorPlanError(_how_to_plan(module, ranks))
+        names = _patterns(module)
+        first, last = (names[0], names[-1]) if names else ("blocks.*.up", "blocks.*.down")
+        raise TensorPlanError(
+            f"tensor_parallel_size={ranks} needs a plan of the layers that ranks share, and {type(module).__name__} has"
+            f" none. Set it in the module: `self.tp_plan = {{{first!r}: 'colwise', {last!r}: 'rowwise'}}`. A"
+            " column-wise layer gives each rank a part of its output, and the row-wise layer after it sums the parts."
+            f" The module's layers are {listed(names)}."
+        )
     uses: Counter[Tensor] = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     free = [one for one in planned.values() if _is_free(one.layer, uses, kept_whole)]
     if not free:
@@ -120,9 +127,7 @@ def region_of(planned: PlannedLayer, others: Sequence[PlannedLayer], named: Mapp
 
     Containers, which have no ``forward``, and the outermost module do not count.
     """
-    name = planned.name
-    while "." in name:
-        name = name.rpartition(".")[0]
+    for name in _holders(planned.name):
         sums = any(one.takes_shards and one.name.startswith(f"{name}.") for one in others)
         if sums and not isinstance(named[name], (nn.ModuleList, nn.ModuleDict)):
             return name
@@ -203,7 +208,7 @@ def _check_sizes(planned: PlannedLayer, named: Mapping[str, nn.Module], ranks: i
                 " nn.Embedding. Leave the layer out, and each rank has it whole."
             )
         _check_divides(f"{what}={size} of {name!r}", size, ranks)
-    for owner in _owners(name, named) if planned.gives_shards else ():
+    for owner in map(named.__getitem__, _holders(name)) if planned.gives_shards else ():
         for holder in (owner, getattr(owner, "config", None)):
             for heads in HEADS:
                 count = getattr(holder, heads, None)
@@ -219,25 +224,14 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
         )
 
 
-def _owners(name: str, named: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """The modules that hold a layer, but the outermost."""
+def _holders(name: str) -> Iterator[str]:
+    """The names of the modules that hold a layer, but the outermost. The smallest comes first."""
     while "." in name:
         name = name.rpartition(".")[0]
-        yield named[name]
+        yield name
 
 
 def _patterns(module: nn.Module) -> list[str]:
     """The names of a module's layers, with a star for each number."""
     layers = (name for name, part in module.named_modules() if isinstance(part, (nn.Linear, nn.Embedding)))
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in layers))
-
-
-def _how_to_plan(module: nn.Module, ranks: int) -> str:
-    names = _patterns(module)
-    first, last = (names[0], names[-1]) if names else ("blocks.*.up", "blocks.*.down")
-    return (
-        f"tensor_parallel_size={ranks} needs a plan of the layers that ranks share, and {type(module).__name__} has"
-        f" none. Set it in the module: `self.tp_plan = {{{first!r}: 'colwise', {last!r}: 'rowwise'}}`. A"
-        " column-wise layer gives each rank a part of its output, and the row-wise layer after it sums the parts. The"
-        f" module's layers are {listed(names)}."
-    )

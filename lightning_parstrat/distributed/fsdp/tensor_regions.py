@@ -75,11 +75,9 @@ class TensorRegions:
 
     def _generators(self) -> list[torch.Generator]:
         on_host = torch.default_generator
-        return [on_host, torch.cuda.default_generators[self._device.index or 0]] if self._on_gpu else [on_host]
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
+        if self._device.type != "cuda":
+            return [on_host]
+        return [on_host, torch.cuda.default_generators[self._device.index or 0]]
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators()]

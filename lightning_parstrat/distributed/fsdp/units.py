@@ -127,14 +127,13 @@ def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:
     children = list(module.children())
     kinds = Counter(map(type, children)) if isinstance(module, _CONTAINERS) else Counter()
     for child in children:
-        if _is_callable(child) and (each_child or kinds[type(child)] > 1):
+        is_callable = (
+            not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and next(child.parameters(), None) is not None
+        )
+        if is_callable and (each_child or kinds[type(child)] > 1):
             yield child
         else:
             yield from _outermost(child, each_child)
-
-
-def _is_callable(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and next(module.parameters(), None) is not None
 
 
 def _numel(module: nn.Module) -> int:

@@ -41,10 +41,6 @@ def watch_gradients(parameters: Iterable[Tensor], note: Callable[[Tensor], None]
     return end
 
 
-def _nothing(_: Callable[[Tensor], None]) -> Callable[[], None]:
-    return lambda: None
-
-
 class InconsistentWeightsError(ValueError):
     """A ``loss_weight`` is missing on some ranks or steps, or is no weight, or is 0 and its gradients are NaN."""
 
@@ -89,7 +85,7 @@ class LossWeights:
         self._window.clear()
         self._looks.clear()
 
-    def add(self, micro_batch: int, weight: Any, watch: Watch = _nothing) -> float | Tensor | None:
+    def add(self, micro_batch: int, weight: Any, watch: Watch = lambda _: lambda: None) -> float | Tensor | None:
         """Takes the weight of the micro-batch whose backward comes next.
 
         Collective in the first step of a training.
@@ -137,7 +133,10 @@ class LossWeights:
             InconsistentWeightsError: A weight on any rank was negative, not finite or missing. Or it was 0 and the
                 micro-batch's gradients are not finite. Raised on all ranks.
         """
-        summed = self._summed()
+        # If weights have come since the latest message, alike on all ranks, another one.
+        if not self._is_sent:
+            self._messages.launch()
+        summed = self._messages.latest().weights
         self._check(summed)
         total = summed.weight / self.reference
         if summed.weight > 0:
@@ -147,8 +146,10 @@ class LossWeights:
     def _agree(self, weight: "float | _HostCopy", given: bool) -> None:
         """Finds out whether micro-batches have weights, whether on a GPU, and their size if any is not 0."""
         ranks = self._messages.control.world_size
-        own = self._with_faults(float(weight), float(given))
-        summed = self._sum_over_ranks(own)
+        values = torch.tensor(self._with_faults(float(weight), float(given)), dtype=torch.float64)
+        with marked("lightning_parstrat: sum loss weights over ranks"):
+            self._messages.control.all_reduce(values).wait()
+        summed = WeightSum(*values.tolist())
         self._check(summed)
         if 0 < summed.given < ranks:
             raise InconsistentWeightsError(
@@ -162,17 +163,8 @@ class LossWeights:
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / ranks)
 
-    def _summed(self) -> WeightSum:
-        """The sum of the latest message. If weights have come since (alike on all ranks), it sends a message."""
-        if not self._is_sent:
-            self._messages.launch()
-        return self._messages.latest().weights
-
     def _for_message(self) -> WeightSum:
         self._is_sent = True
-        return self._of_window()
-
-    def _of_window(self) -> WeightSum:
         for micro_batch, look in self._looks.items():
             if float(self._window[micro_batch]) == 0 and not look.is_finite():
                 self._fault = _NOT_FINITE
@@ -180,12 +172,6 @@ class LossWeights:
 
     def _with_faults(self, weight: float, given: float) -> WeightSum:
         return WeightSum(weight, given, 0.0 if self._fault is None else 1.0)
-
-    def _sum_over_ranks(self, own: WeightSum) -> WeightSum:
-        values = torch.tensor(own, dtype=torch.float64)
-        with marked("lightning_parstrat: sum loss weights over ranks"):
-            self._messages.control.all_reduce(values).wait()
-        return WeightSum(*values.tolist())
 
     def _check(self, summed: WeightSum) -> None:
         if summed.faults:

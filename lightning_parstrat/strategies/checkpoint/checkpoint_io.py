@@ -69,7 +69,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
         try:
             if local is not None and local.is_file():
                 loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
-                return _with_copies_of_small(loaded)
+                if not isinstance(loaded, dict):
+                    return loaded
+                # Copies of tensors outside of these: callbacks may keep them when a save replaces the file.
+                mapped = ("state_dict", "optimizer_states")
+                return {k: v if k in mapped else replace_leaves(v, lambda one: one.clone()) for k, v in loaded.items()}
             return super().load_checkpoint(path, map_location, weights_only)
         except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
             explained = _explained(path)
@@ -91,17 +95,6 @@ def local_path(path: str | Path) -> Path | None:
     """The local path of a path or URL. None if it is not on this machine."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
-
-
-def _with_copies_of_small(loaded: Any) -> Any:
-    """Copies tensors outside of weights and optimizer states. Callbacks may keep them when a save replaces the file."""
-    if not isinstance(loaded, dict):
-        return loaded
-    mapped = ("state_dict", "optimizer_states")
-    return {
-        key: value if key in mapped else replace_leaves(value, lambda tensor: tensor.clone())
-        for key, value in loaded.items()
-    }
 
 
 def check_readable(checkpoint: Any, path: str | Path) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -205,7 +204,7 @@ class Checkpoints(Part):
     @property
     def _can_save_alone(self) -> bool:
         """Whether this rank could write a checkpoint without the others, because it has all of the state."""
-        return not self.are_sharded and self._state.is_on_every_rank
+        return not self.are_sharded and self._state.is_whole and not any(map(is_sharded, self._state.optimizers))
 
     def remove(self, by_lightning: Callable[[str | Path], None], filepath: str | Path) -> None:
         """Removes a checkpoint, but not before its successor is complete."""
@@ -284,27 +283,29 @@ class Checkpoints(Part):
                 f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"
                 f" {len(optimizers)}. `configure_optimizers` must return as many as when it was saved."
             )
-        module = self._strategy.lightning_module
-        names = {} if module is None else {parameter: name for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
         for optimizer, state in zip(optimizers, states, strict=False):
             check_shapes(optimizer, state, names)
             if not is_sharded(optimizer):
                 # No other optimizer steps master weights. They would be read whole.
                 state = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
-            if self._loaded is not None:
-                state = self._part_of(self._loaded, optimizer, state)
+            if (loaded := self._loaded) is not None:
+                cuts = self._state.cuts_of(optimizer)
+                read = partial(loaded.own_parts, optimizer, state, cuts)
+                with watching("loading an optimizer's state"):
+                    state = self._all_or_none(read, "reading its part")
             optimizer.load_state_dict(self._state.own_part(optimizer, state, is_mapped=self._loaded is None))
-            _to_device(optimizer, self._strategy.root_device)
+            device = self._strategy.root_device
+            for parameter, values in optimizer.state.items():
+                if isinstance(values, MutableMapping):
+                    # Not counts of steps: `load_state_dict` has placed those already.
+                    values.update({key: move_data_to_device(v, device) for key, v in values.items() if key != "step"})
+                else:
+                    optimizer.state[parameter] = move_data_to_device(values, device)
         self._loaded = None
-        trainer = trainer_of(module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self._trainer.state.fn == TrainerFn.FITTING:
             # Not earlier, because Lightning makes the training's loaders next.
             self._resume.before_loaders()
-
-    def _part_of(self, loaded: ShardedCheckpoint, optimizer: Optimizer, state: dict[str, Any]) -> Any:
-        cuts = self._state.cuts_of(optimizer)
-        with watching("loading an optimizer's state"):
-            return self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), "reading its part")
 
     @override
     def on_train_start(self) -> None:
@@ -391,12 +392,3 @@ def _exists_when_saved(
 
 def _who_and_why(failed: Mapping[int, str], how: str) -> str:
     return f"{names_of(list(failed)).capitalize()} {how}: {next(iter(failed.values()))}"
-
-
-def _to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves an optimizer's state to a device, without counts of steps. ``load_state_dict`` has placed those already."""
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, MutableMapping):
-            state.update({key: move_data_to_device(value, device) for key, value in state.items() if key != "step"})
-        else:
-            optimizer.state[parameter] = move_data_to_device(state, device)

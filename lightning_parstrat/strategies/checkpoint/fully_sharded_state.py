@@ -40,13 +40,6 @@ class FullyShardedState(TrainingState):
         super().__init__(strategy)
         self._ranks, self._sharded = ranks, sharded
 
-    @property
-    def _module(self) -> LightningModule:
-        module = self._strategy.lightning_module
-        if module is None:
-            raise AssertionError("a state was asked for before a module was connected to the strategy")
-        return module
-
     @override
     def is_sharded(self, optimizer: Optimizer) -> bool:
         return True

@@ -37,7 +37,12 @@ def set_back(loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], 
         fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
     epochs = trainer.fit_loop.epoch_progress.total
     if is_over and epochs.ready > epochs.started:
-        _begin_next_epoch(fit_loop)
+        # Lightning is to begin an epoch that had no batch yet. Otherwise it would resume the epoch before.
+        for counters in ("total", "current"):
+            fit_loop["epoch_progress"][counters]["ready"] = fit_loop["epoch_progress"][counters]["started"]
+        counts = fit_loop["epoch_loop.batch_progress"]
+        counts["current"] = dict.fromkeys(counts["current"], 0)
+        counts["is_last_batch"] = False
     fit_loop["state_dict"].pop("combined_loader", None)
     if states:
         fit_loop["state_dict"]["combined_loader"] = list(states)
@@ -50,15 +55,6 @@ def set_back(loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], 
             # Lightning counts this batch again if it resumes at the end of a batch.
             count_one_step_less(fit_loop)
     return loops
-
-
-def _begin_next_epoch(fit_loop: dict[str, Any]) -> None:
-    """Makes Lightning begin an epoch that had no batch yet. Otherwise it would resume the epoch before."""
-    for counters in ("total", "current"):
-        fit_loop["epoch_progress"][counters]["ready"] = fit_loop["epoch_progress"][counters]["started"]
-    batches = fit_loop["epoch_loop.batch_progress"]
-    batches["current"] = dict.fromkeys(batches["current"], 0)
-    batches["is_last_batch"] = False
 
 
 def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
@@ -77,18 +73,6 @@ def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
     elif is_due is not None:
         # On the instance, not on the class, so that other Trainers of this process are unchanged.
         trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None
-
-
-def complete_last_batch(checkpoint: dict[str, Any]) -> None:
-    """Makes Lightning count the batch before the save as completed, because its validation comes next."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counters in (progress["total"], progress["current"]):
-        counters["completed"] = counters["processed"]
-
-
-def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a training can resume from a checkpoint. Other uses need weights alone."""
-    return "optimizer_states" in checkpoint and "loops" in checkpoint
 
 
 def next_epoch(trainer: Trainer) -> int:

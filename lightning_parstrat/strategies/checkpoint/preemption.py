@@ -125,10 +125,9 @@ class Preemption(Part):
     @override
     def on_train_start(self) -> None:
         """Checks for signals between batches from now on."""
-        if self._callback is not None:
-            # Not earlier: programs count, copy and compare their callbacks until a training starts.
-            self._remove_callback()
-            self._trainer.callbacks.insert(0, self._callback)
+        # Not earlier: programs count, copy and compare their callbacks until a training starts.
+        self._remove_callback()
+        self._trainer.callbacks.insert(0, self._callback)
 
     @override
     def on_train_end(self) -> None:
@@ -194,7 +193,13 @@ class Preemption(Part):
         for logger in trainer.loggers:
             # Slurm ends this process without a teardown, and a logger's buffer would be lost.
             logger.save()
-        saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
+        if self._requeue_signal is None:
+            saved = _save_last(trainer)
+        else:
+            # Where Lightning looks when the job runs again. The name has a number that grows with the files in the
+            # folder. Ranks may see these at different times.
+            saved = [trainer.strategy.broadcast(path_for_slurm_job(trainer))]
+            trainer.save_checkpoint(saved[0])
         self._resume.keeps_next_fetch = False
         self._wait_for_saves()
         for path in saved:
@@ -233,14 +238,6 @@ class SavesWhenPreempted(LambdaCallback):
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
         return self
-
-
-def _save_for_job(trainer: Trainer) -> list[str]:
-    """Saves the checkpoint that Lightning looks for when a Slurm job runs again. Collective. Returns the path."""
-    # The name has a number that grows with the files in the folder. Ranks may see these at different times.
-    path = trainer.strategy.broadcast(path_for_slurm_job(trainer))
-    trainer.save_checkpoint(path)
-    return [path]
 
 
 def _save_last(trainer: Trainer) -> list[str]:

@@ -24,8 +24,6 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
-    can_be_resumed,
-    complete_last_batch,
     count_epoch_as_begun,
     count_from_places,
     count_whole_epoch,
@@ -141,7 +139,10 @@ class Resume(Part):
         saved = entries.get(RESUME, _NOTHING)
         is_due = saved["validation_is_due"] and trainer is not None and trainer.enable_validation
         if is_due:
-            complete_last_batch(checkpoint)
+            # Lightning is to count the batch before the save as completed, because its validation comes next.
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counters in (progress["total"], progress["current"]):
+                counters["completed"] = counters["processed"]
         self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:
@@ -388,7 +389,8 @@ class Resume(Part):
         Collective in ``control``: some 10 KB from each rank to rank 0. Without it, the place is of this rank alone. A
         checkpoint from which no training can resume is not changed.
         """
-        can_resume = can_be_resumed(checkpoint)
+        # Other uses need weights alone.
+        can_resume = checkpoint.keys() >= {"optimizer_states", "loops"}
         # The ranks agree on it, because a user's hook may have changed the checkpoint on some ranks only.
         if not (can_resume if control is None else any_rank(can_resume, control)):
             return checkpoint

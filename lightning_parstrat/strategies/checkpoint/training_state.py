@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,17 +15,15 @@ from lightning_parstrat.distributed.engine.cuts import Cut, cuts_in_buckets
 from lightning_parstrat.distributed.engine.state import gather_state_dict
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
+from lightning_parstrat.strategies.parts import Part
 
 
-class TrainingState:
+class TrainingState(Part):
     """The state of a module that every rank has whole, and of optimizers that may be sharded.
 
     Args:
         strategy: The strategy with the module and the optimizers.
     """
-
-    def __init__(self, strategy: DDPStrategy) -> None:
-        self._strategy = strategy
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -41,11 +38,6 @@ class TrainingState:
     def is_whole(self) -> bool:
         """Whether each rank has the whole module."""
         return True
-
-    @property
-    def is_on_every_rank(self) -> bool:
-        """Whether each rank has the whole state."""
-        return self.is_whole and not any(map(is_sharded, self.optimizers))
 
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
         """The state of a module that is not whole. Collective.
@@ -78,8 +70,7 @@ class TrainingState:
     def with_own_storage(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint with tensors in separate storages. A parameter shares the storage of a bucket with others."""
         storages = {address for one in self._shardings if one.attached for b in one.buckets for address in b.storages}
-        saved: dict[str, Any] = with_own_storage(checkpoint, storages) if storages else checkpoint
-        return saved
+        return with_own_storage(checkpoint, storages) if storages else checkpoint
 
     def tensors(self) -> WrittenTensors:
         """The tensors of a sharded checkpoint, and which part of each a rank writes."""
@@ -104,8 +95,7 @@ class TrainingState:
         if is_sharded(optimizer) or not is_mapped:
             return state
         # Steps in place on mapped tensors would copy each page on its first write, and keep the file open.
-        copied: dict[str, Any] = replace_leaves(state, torch.clone)
-        return copied
+        return replace_leaves(state, torch.clone)
 
     def cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
         """How an optimizer's state is cut, by its parameters. Other parameters' state is whole on every rank."""

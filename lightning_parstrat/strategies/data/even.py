@@ -5,7 +5,7 @@ other ranks do not train on their remaining batches. If all ranks know their len
 changed, and ranks send nothing more. That is so with Lightning's distributed sampler for any map-style dataset.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -46,7 +46,7 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     with watching("the comparison of all ranks' data loaders"):
         most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
-        return _Even(dataloader, control, None)
+        return Even(dataloader, lambda batches: while_all_have_one(batches, control, "training batch", _end))
     if least == most:
         return dataloader
     if least == 0 and not allow_empty:
@@ -58,12 +58,12 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
         f"The ranks have between {least} and {most} training batches. Each epoch ends on all ranks after {least}; the"
         " remaining batches of some ranks are not used in it."
     )
-    return _Even(dataloader, control, least)
+    return Even(dataloader, lambda batches: islice(batches, max(0, least - batches_before(batches))), least)
 
 
 def users_own(dataloader: Any) -> Any:
     """The user's loader, for a loader that may be a stand-in."""
-    return dataloader.stands_for if type(dataloader) is _Even else dataloader
+    return dataloader.stands_for if type(dataloader) is Even else dataloader
 
 
 class _SomeBatches(StandIn):
@@ -83,39 +83,60 @@ class _SomeBatches(StandIn):
         return next(self._batches)
 
 
-class _Even(StandIn):
-    """Ends after the number of batches that every rank has. If that is unknown, ends when a rank has none left."""
+class Even(StandIn):
+    """Stands for a loader, and ends on all ranks together.
 
-    __slots__ = ("_control", "_least")
+    Args:
+        dataloader: The loader.
+        some: Yields those of its batches that all ranks have.
+        length: Their number. None if that is unknown.
+    """
 
-    def __init__(self, dataloader: Any, control: Collectives, least: int | None) -> None:
+    __slots__ = ("_length", "_some")
+
+    def __init__(
+        self, dataloader: Any, some: Callable[[Iterator[Any]], Iterator[Any]], length: int | None = None
+    ) -> None:
         super().__init__(dataloader)
-        self._control, self._least = control, least
+        self._some, self._length = some, length
 
     @override
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
-        if self._least is None:
-            return _SomeBatches(batches, _while_all_have_one(batches, self._control))
-        return _SomeBatches(batches, islice(batches, max(0, self._least - batches_before(batches))))
+        return _SomeBatches(batches, self._some(batches))
 
     @override
     def __len__(self) -> int:
-        if self._least is None:
+        if self._length is None:
+            # On every rank, also on those whose loaders know their lengths.
             raise TypeError("the data loader of some rank does not know its length")
-        return self._least
+        return self._length
 
 
-def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterator[Any]:
+def while_all_have_one(
+    batches: Iterator[Any], control: Collectives, name: str, at_difference: Callable[[int], None]
+) -> Iterator[Any]:
+    """The batches until a rank has none left. Collective before each.
+
+    Args:
+        batches: This rank's.
+        control: Compares whether ranks have one.
+        name: What a batch is called in logs of ranks that wait.
+        at_difference: Called with the number of earlier batches if another rank has one more.
+    """
     for number in count():
         batch = next(batches, _NO_BATCH)
-        with watching("the agreement on the next training batch"):
+        with watching(f"the agreement on the next {name}"):
             some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), control)
         if not all_have:
             if some_have:
-                rank_zero_warn(
-                    f"After {counted(number, 'training batch', 'training batches')} a rank had none left while others"
-                    " had; the epoch ends there on all ranks."
-                )
+                at_difference(number)
             return
         yield batch
+
+
+def _end(number: int) -> None:
+    rank_zero_warn(
+        f"After {counted(number, 'training batch', 'training batches')} a rank had none left while others had; the"
+        " epoch ends there on all ranks."
+    )

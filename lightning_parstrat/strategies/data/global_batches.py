@@ -1,8 +1,6 @@
 """This rank's part of each micro-batch of all ranks."""
 
 import copy
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -39,17 +37,6 @@ class Division:
             self.cuts[:] = [(0, self.cuts[-1][1])]
         self.drawn = batches_before
         self._samples.clear()
-
-    def drawn_from(self, items: Iterator[Any], samples: int, drop_last: bool) -> Iterator[list[Any]]:
-        """The micro-batches of all ranks.
-
-        Args:
-            items: The epoch's samples, or those that are left of it at a step's begin.
-            samples: Their number.
-            drop_last: Whether a rest is dropped.
-        """
-        for size in self.batches.sizes(samples, drop_last):
-            yield list(islice(items, size))
 
     def own(self, batch: list[Any]) -> list[Any]:
         """This rank's part of the next micro-batch."""

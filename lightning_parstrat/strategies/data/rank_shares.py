@@ -204,14 +204,6 @@ class DividedRanks(Part):
         before, now = self._users_accumulate, self._trainer.accumulate_grad_batches
         return "" if before == now else f"keep_global_batch=True changes accumulate_grad_batches from {before} to {now}"
 
-    def _refuse_frequencies(self) -> None:
-        for config in self._strategy.lr_scheduler_configs if self._changed else ():
-            if config.interval == "step" and config.frequency != 1:
-                raise MisconfigurationException(
-                    f"{self._changed}, and Lightning counts a scheduler's frequency={config.frequency} in batches. Set"
-                    " frequency=1, and let the scheduler count steps."
-                )
-
     def _cuts(self, saved: Mapping[str, Any]) -> list[tuple[int, list[float]]]:
         """The shares, from which micro-batch of the epoch on."""
         shares, ranks = self._policy.rank_shares, self._ranks.data_ranks
@@ -232,7 +224,12 @@ class DividedRanks(Part):
     def on_train_start(self) -> None:
         """Logs the division."""
         self._trains = True
-        self._refuse_frequencies()
+        for config in self._strategy.lr_scheduler_configs if self._changed else ():
+            if config.interval == "step" and config.frequency != 1:
+                raise MisconfigurationException(
+                    f"{self._changed}, and Lightning counts a scheduler's frequency={config.frequency} in batches. Set"
+                    " frequency=1, and let the scheduler count steps."
+                )
         if len(iterators_in_training(self._trainer)) > 1:
             raise MisconfigurationException(
                 "rank_shares and keep_global_batch divide the samples of one training loader, and there are several."
@@ -281,27 +278,22 @@ class DividedRanks(Part):
             return run(*args, **kwargs), None
         samples = self._division.samples(self._trainer.fit_loop.epoch_loop.batch_idx)
         measured = self._trained - self._measures_at
-        if samples is None:
-            raise AssertionError("the samples of a micro-batch are not known")
         self._trained += 1
         most_cuts = _MOST_CUTS if self._policy.rank_shares == "auto" else 1
         measures = self._policy.rank_shares != "equal" and self._cuts_made < most_cuts and self._ranks.data_ranks > 1
         if not measures or measured < 0:
             return run(*args, **kwargs), samples
-        output, seconds = self._timed(run, *args, **kwargs)
-        # Without samples of its own, it had one that counts nothing.
-        self._measured.append((max(1, samples), seconds))
-        if measured == _MEASURED - 1:
-            self._compare(self._division)
-        return output, samples
-
-    def _timed(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
         gathering = self._timing.begin()
         # Otherwise a rank that has come early would wait for the others in the step.
         self._ranks.wait_for_all()
         began = self._timing.now()
         output = run(*args, **kwargs)
-        return output, self._timing.now() - began - gathering()
+        seconds = self._timing.now() - began - gathering()
+        # Without samples of its own, it had one that counts nothing.
+        self._measured.append((max(1, samples), seconds))
+        if measured == _MEASURED - 1:
+            self._compare(self._division)
+        return output, samples
 
     def _compare(self, division: Division) -> None:
         """Makes a new cut by what the ranks have measured. Collective."""

@@ -172,7 +172,8 @@ class PositionedSampler(StandIn):
         """
         own = self.stands_for
         if self.division is not None:
-            return self.division.drawn_from(items, len(self.source) - taken, own.drop_last)
+            sizes = self.division.batches.sizes(len(self.source) - taken, own.drop_last)
+            return (list(islice(items, size)) for size in sizes)
         return BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items
 
     def samples_of(self, batches: int, taken: int) -> int:
@@ -240,7 +241,8 @@ class PositionedSampler(StandIn):
     def _drawn_again(self, source: Any, begin: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
         """The items of a pass that began in this state, drawn from a sampler. Later ones may be drawn after its end."""
         if "items" in begin:
-            yield iter(_unpacked(begin["items"]))
+            items = begin["items"]
+            yield iter(items.tolist() if isinstance(items, Tensor) else items)
             return
         random = rng_state()
         if begin["rng"] is not None:
@@ -323,11 +325,6 @@ def _packed(items: Sequence[Any]) -> Any:
         return [[index(item) for item in batch] for batch in items]
     except TypeError:
         return None
-
-
-def _unpacked(items: Any) -> list[Any]:
-    found: list[Any] = items.tolist() if isinstance(items, Tensor) else items
-    return found
 
 
 def batches_before(iterator: Any) -> int:

@@ -16,7 +16,7 @@ from lightning_parstrat.distributed.comm.agreement import (
     wait_for_all,
 )
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, small_reductions_of
 from lightning_parstrat.distributed.comm.process_groups import control_group
 from tests.pool import RankPool
 
@@ -69,7 +69,8 @@ def agreed() -> tuple[list[Topology], list[tuple[bool, int]]]:
     topologies = [topology_of_ranks(node, control()) for node in nodes if size == 4]
     for holder in range(-1, size):
         collectives = control()
-        flags.append((any_rank(rank == holder, collectives), collectives.traffic.small_reductions))
+        before = small_reductions_of(collectives.group)
+        flags.append((any_rank(rank == holder, collectives), small_reductions_of(collectives.group) - before))
     return topologies, flags
 
 

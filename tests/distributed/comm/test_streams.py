@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import Arrivals
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.distributed.engines import LoggedCollectives, backward, make_engine
 from tests.pool import RankPool
@@ -79,7 +80,7 @@ def reductions(streams_of_gradients: tuple[str, str], cap: float) -> Log:
     module, engine, streams = two_layers(bucket_cap_mb=cap)
     engine.reducer.collectives = recorded(engine.reducer.collectives, streams)
     engine.reducer.max_inflight = 4
-    engine.reducer.follow_streams(streams)
+    engine.reducer._streams, engine.reducer._arrivals = streams, Arrivals(streams)
     for parameter, name in zip(reversed(list(module.parameters())), streams_of_gradients, strict=True):
         # Before our hook: ours are put last when the backward is announced.
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: setattr(streams, "name", name))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.comparing import distance
 from tests.distributed.engines import Log, adamw, backward, log_reductions, make_engine, sgd, squared_error
@@ -72,14 +74,15 @@ def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, tuple[
         log.append(("forward", number))
         return loss_of(module, number)
 
-    messages = engine.reducer.control.traffic.small_reductions
+    group = engine.reducer.control.group
+    messages = small_reductions_of(group)
     window(engine, [partial(loss, number) for number in range(micro_batches)])
     log.append(("forward", micro_batches))
-    before = engine.gatherer.collectives.traffic.all_gathers
-    optimizer.step()
+    gather = engine.gatherer.collectives.all_gather
+    with mock.patch.object(engine.gatherer.collectives, "all_gather", side_effect=gather) as gathers:
+        optimizer.step()
     engine.gatherer.finish()
-    gathers = engine.gatherer.collectives.traffic.all_gathers - before
-    return log, (len(engine.buckets), gathers, engine.reducer.control.traffic.small_reductions - messages)
+    return log, (len(engine.buckets), gathers.call_count, small_reductions_of(group) - messages)
 
 
 def test_every_bucket_leaves_in_its_order_while_backward_runs_and_none_is_waited_for(pool: RankPool) -> None:

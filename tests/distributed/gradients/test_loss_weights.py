@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.gradients.loss_weights import (
@@ -33,10 +34,11 @@ class Weighed:
     def __init__(self) -> None:
         self.messages = ControlMessages(make_collectives(process_groups().control, torch.device("cpu")))
         self.weights = LossWeights(self.messages)
+        self._sent_before = small_reductions_of(self.messages.control.group)
 
     @property
     def sent(self) -> int:
-        return self.messages.control.traffic.small_reductions
+        return small_reductions_of(self.messages.control.group) - self._sent_before
 
     def total(self) -> float:
         self.messages.launch()
