@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_parstrat import PipelineStrategy
@@ -64,11 +65,18 @@ class Model(zoo.Zoo):
 
 
 class Named(Block):
-    """Returns a dictionary, as Hugging Face's blocks may."""
+    """Returns a dictionary, as Hugging Face's blocks may, and counts its calls."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.up = spectral_norm(self.up)
+        self.register_buffer("calls", torch.zeros(2))
 
     def forward(self, x: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
+        if self.training:
+            self.calls.add_(1)
         return BaseModelOutput(last_hidden_state=super().forward(getattr(x, "last_hidden_state", x)))
 
 

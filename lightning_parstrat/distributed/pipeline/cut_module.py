@@ -84,8 +84,7 @@ class CutModule:
         run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
         # What modules keep, such as statistics, metrics or a table, is to be as before: some of it has no values here.
         kept = [(vars(part), _copied(vars(part))) for part in self._module.modules()]
-        large = {one for block in self._blocks for one in block.buffers() if one.numel() > 1}
-        buffers = [(one, one.clone()) for one in self._module.buffers() if one not in large]
+        buffers = [(one, one.clone()) for one in self._module.buffers()]
         found: list[Any] = []
 
         def note(output: Any) -> Any:
