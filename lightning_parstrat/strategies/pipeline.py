@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +19,8 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import PipelinePolicy, PipelineSchedule, WrapPolicy
 from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import counted, listed
+from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.engine.cuts import local
@@ -33,6 +35,7 @@ from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
+from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
 from lightning_parstrat.strategies.lightning_compat import follow_device, minor, trained
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
@@ -165,6 +168,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise MisconfigurationException(
                 "pipeline_custom has no loss scale for precision='16-mixed'. Set precision='bf16-mixed' or '32-true'."
             )
+        if fits and any(isinstance(one, WeightAveraging) for one in module.trainer.callbacks):
+            raise MisconfigurationException(
+                "pipeline_custom cannot save averages of a WeightAveraging callback: each rank has those of its stages."
+                " Take StochasticWeightAveraging, or zero3_custom."
+            )
         kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, _BATCH_NORMS))
         if fits and kinds:
             self._fit_report.say(
@@ -250,6 +258,24 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         return tensor
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any rank, have decided so. Collective."""
+        return not any_rank(not decision, self._ranks.control) if all else any_rank(decision, self._ranks.control)
+
+    @override
+    def on_train_start(self) -> None:
+        """Warns of code that may read gradients, as each rank has those of its stages alone."""
+        super().on_train_start()
+        module, trainer = self._training_module, self._training_module.trainer
+        readers = observers_of_gradients(module, trainer.callbacks, trained(self.optimizers), self.precision_plugin)
+        if readers and self.world_size > 1:
+            self._fit_report.say(
+                f"{listed(readers)} may read gradients, and each rank has those of its stages. Clip by"
+                " `gradient_clip_val`, and log norms by GradNormMonitor: both count all stages",
+                warns=True,
+            )
+
+    @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
         # A micro-batch without weight leaves no gradient at all.
         return watch_gradients((), note)
@@ -289,7 +315,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _make_whole(self, module: LightningModule, held: HeldParts) -> None:
         """Gives rank 0 the whole module and the optimizers' whole state, for what a program does next. Collective."""
-        optimizers = trained(self.optimizers)
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = trained(self.optimizers) if fits else []
         states = [self._checkpoints.optimizer_state(Optimizer.state_dict, optimizer) for optimizer in optimizers]
         weights = self._checkpoints.module_state(module.state_dict)
         if not self.is_global_zero:

@@ -87,6 +87,7 @@ class Normed(Model):
 
     def build(self) -> None:
         super().build()
+        self.register_buffer("late", torch.zeros(2))
         self.statistics, self.last, self.seen = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), SumMetric()
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -106,8 +107,29 @@ class Normed(Model):
         loss = super().training_step(batch, batch_idx)
         self.log("seen", self.seen, on_step=False, on_epoch=True)
         positive = batch[batch > 0]
+        if batch[0, 0] > 0:
+            self.log("sometimes", positive.max(), reduce_fx="max", on_step=False, on_epoch=True)
         self.log("positive", positive.mean(), batch_size=len(positive), on_step=False, on_epoch=True)
+        if self.global_step > 1:
+            self.late = self.late + batch.mean()
         return loss
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.1
+        return super().forward(x)
+
+
+class Unfreezes(Model):
+    """The first blocks are trained from the second epoch on."""
+
+    block = InPlace
+
+    def on_train_epoch_start(self) -> None:
+        for one in (self.embedding, *self.blocks[:2]):
+            one.requires_grad_(self.current_epoch > 0)
+        self.position.requires_grad_(self.current_epoch > 0)
 
 
 class DropsOut(Model):

@@ -1,22 +1,23 @@
 """A module in stages: trainings equal those of one process, and what cannot be cut is refused on all ranks."""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
 from lightning_parstrat.distributed.pipeline.holders import largest_stage
-from lightning_parstrat.errors import PipelineError
 from lightning_parstrat.strategies.lightning_compat import follow_device, minor
 from tests.comparing import assert_same, distance
 from tests.pool import RankPool
@@ -35,6 +36,7 @@ from tests.strategies.pipelines import (
     Measured,
     Model,
     Normed,
+    Unfreezes,
     Weighted,
     fit,
     pipeline,
@@ -88,6 +90,7 @@ CASES = {
     "statistics": Case(
         Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True
     ),
+    "unfrozen, in place": Case(Unfreezes, trainer=CLIP),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
     "uneven": Case(strategy={"stages": [3, 1]}, trainer=CLIP),
     "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),
@@ -197,6 +200,27 @@ def test_evaluates_as_one_process_does(pool: RankPool) -> None:
         assert [one["first"] for one in own_predicted] == [one["first"] for one in predicted]
 
 
+def flow(stages: bool) -> Any:
+    """A program's calls, one after the other, with one Trainer and a checkpoint of the best weights."""
+    torch.manual_seed(0)
+    saving = ModelCheckpoint(monitor="val_loss", save_top_k=1)
+    with tempfile.TemporaryDirectory() as folder:
+        where: Any = {"enable_checkpointing": True, "default_root_dir": folder, "num_sanity_val_steps": 0}
+        trainer = make_trainer(pipeline() if stages else None, max_epochs=3, callbacks=[saving], **where)
+        module, data = Model(plain_sgd), zoo.loader(SAMPLES, BATCH)
+        trainer.fit(module, data, data)
+        (tested,) = trainer.test(module, data, verbose=False)
+        (validated,) = trainer.validate(module, data, verbose=False)
+        kept = float(re.search(r"step=(\d+)", saving.best_model_path)[1])  # type: ignore[index]
+        return {**tested, **validated, "best": float(saving.best_model_score), "kept": kept}  # type: ignore[arg-type]
+
+
+def test_a_program_fits_tests_and_validates(pool: RankPool) -> None:
+    (expected,) = pool.run(1, flow, False)
+    for found in pool.run(2, flow, True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 # Checkpoints.
 
 ROUTES: dict[str, tuple[Any, int]] = {
@@ -300,6 +324,44 @@ class Twice(Model):
         return self.head(self.norm(x))
 
 
+class FreezesFirst(Model):
+    def on_fit_start(self) -> None:
+        for one in (self.embedding, *self.blocks[:2]):
+            one.requires_grad_(False)
+        self.position.requires_grad_(False)
+
+
+class Reentrant(Model):
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+class Remembers(Model):
+    """Has parameters in a list of its own."""
+
+    def build(self) -> None:
+        super().build()
+        self.own = list(self.parameters())
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + sum(one.square().sum() for one in self.own)
+
+
+class FailsBackward(Model):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        loss = super().compute_loss(batch)
+        if loss.requires_grad:
+            loss.register_hook(fail)
+        return loss
+
+
+def fail(_: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
 class Fails(Model):
     def compute_loss(self, batch: Tensor) -> Tensor:
         loss = super().compute_loss(batch)
@@ -334,6 +396,11 @@ REFUSED = {
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "user's error": Refused(Fails, "the user's own"),
+    "fails in backward": Refused(FailsBackward, "in backward"),
+    "frozen, split": Refused(FreezesFirst, "torch loses gradients", {"schedule": "zero_bubble"}),
+    "reentrant": Refused(Reentrant, "use_reentrant=False"),
+    "held parameters": Refused(Remembers, "through an object from before the training"),
+    "averages": Refused(Model, "cannot save averages", trainer={"callbacks": [EMAWeightAveraging()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
     "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
@@ -351,7 +418,7 @@ def refuse(name: str) -> str:
     row = REFUSED[name]
     try:
         fit(row.module, row.optimizer, row.strategy, **row.trainer)
-    except (PipelineError, MisconfigurationException, ValueError, ArithmeticError) as error:
+    except (RuntimeError, MisconfigurationException, ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -141,7 +141,7 @@ def shard(
             old = before.pop(name, parameter)
             if old is not parameter:
                 take_over_attributes(old, parameter)
-                _refuse_uses(old)
+                refuse_uses(old)
     let_be_copied([*units, module], vars(module).keys() - own)
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
@@ -179,15 +179,16 @@ class HeldParameter(nn.Parameter):
     @override
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "A parameter was used through an object from before the training. It has no values since the parameter was"
-            " sharded. Make optimizers in `configure_optimizers`. Elsewhere use the module's own attribute, such as"
-            " `self.layer.weight`. It is whole in the `forward` of its block, or in `training_step` if it is in no"
-            " block. All ranks may also enter `trainer.strategy.full_parameters()`."
+            "A parameter was used through an object from before the training. It has no values since the ranks have"
+            " divided the module. Make optimizers in `configure_optimizers`. Elsewhere use the module's own attribute,"
+            " such as `self.layer.weight`. It is whole in the `forward` of its block, or in `training_step` if it is in"
+            " no block. All ranks may also enter `trainer.strategy.full_parameters()`."
         )
 
 
 @torch.no_grad()
-def _refuse_uses(old: Tensor) -> None:
+def refuse_uses(old: Tensor) -> None:
+    """Makes every use of a module's former parameter raise, through whatever object holds it."""
     # Code in C++ does not ask the class: it finds a tensor whose memory was freed, and raises.
     old.data = torch.empty_like(old)
     old.untyped_storage().resize_(0)

@@ -38,6 +38,7 @@ class _Run:
     def __init__(self, own: range, returns: Sequence[Any], is_last: bool, seed: Callable[[int], None]) -> None:
         self.own, self.returns, self.is_last, self.seed = own, returns, is_last, seed
         self.next = 0
+        self.trains = torch.is_grad_enabled()
         self.outer: list[tuple[Tensor, Tensor]] = []
         """Buffers outside of blocks, which only the first stage changes before the first block, and their values."""
 
@@ -133,7 +134,8 @@ class CutModule:
         returns = list(shapes[: own.start])
         if own.start:
             tensors = iter(received)
-            returns[-1] = replace_leaves(returns[-1], lambda _: next(tensors))
+            # A copy, as code may change its input in place.
+            returns[-1] = replace_leaves(returns[-1], lambda _: _not_a_leaf(next(tensors)))
         is_last = stage == self._stages.count - 1
         run = _Run(own, returns, is_last, seed)
         if own.start:
@@ -187,6 +189,12 @@ class CutModule:
             with _no_values(name):
                 return self._note(forward(*without_values(args), **without_values(kwargs)))
         self._refuse_without_values((args, kwargs), f"an input of {name!r}")
+        trained = run.trains and any(one.requires_grad for one in self._blocks[number].parameters())
+        if trained and not torch.is_grad_enabled():
+            raise PipelineError(
+                f"{name!r} is called without gradients, and has parameters that are trained. Around a block, activation"
+                " checkpointing needs `use_reentrant=False`. Freeze parameters of blocks that run in `torch.no_grad()`."
+            )
         run.seed(2 * number + 1)
         output = forward(*args, **kwargs)
         if number == run.own.stop - 1 and not run.is_last:
@@ -210,6 +218,10 @@ class CutModule:
                 f"{name!r} has returned tensors of {shown[0]}. From the shapes of its batch, {shown[1]} follows."
                 " The shapes that a block returns must not depend on values."
             )
+
+
+def _not_a_leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 @torch.no_grad()

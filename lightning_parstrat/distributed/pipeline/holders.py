@@ -1,6 +1,6 @@
 """The blocks at which a module is cut, and which ranks hold each of its parameters."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_parstrat.core.stages import Stages, balanced
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
+from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
 from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes
 
@@ -78,12 +79,12 @@ def largest_stage(module: nn.Module, ranks: int) -> int:
 
 
 def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> dict[Tensor, tuple[int, ...]]:
-    """The ranks that hold each parameter and buffer. All ranks hold what is in no block."""
+    """The ranks that hold each parameter. All ranks hold what is in no block."""
     of_block = {part: stages.rank_of(stages.stage_of(n)) for n, block in enumerate(blocks) for part in block.modules()}
     found: dict[Tensor, set[int]] = {}
     for part in module.modules():
         ranks = {of_block[part]} if part in of_block else set(range(stages.ranks))
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+        for tensor in part.parameters(recurse=False):
             found.setdefault(tensor, set()).update(ranks)
     return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}
 
@@ -124,6 +125,7 @@ def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessG
         dist.broadcast(values, group=group, group_src=0)
         if old not in held:
             _replace(module, old, _without_memory(old, device))
+            refuse_uses(old)
         elif has_memory(old):
             old.data = values
         else:
@@ -166,7 +168,8 @@ class HeldParts:
         before = _ranks_of(module, self._blocks, stages)
         _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, group, device)
         self.ranks_of = _ranks_of(module, self._blocks, stages)
-        """The ranks that hold each parameter and buffer."""
+        """The ranks that hold each parameter."""
+        self._buffers_began = {name: buffer.clone() for name, buffer in self._outer_buffers()}
         own = [stages.rank_of(stages.stage_of(number)) == rank for number in range(len(blocks))]
         self.own_blocks = {name: one for (name, one), is_own in zip(blocks.items(), own, strict=True) if is_own}
 
@@ -175,9 +178,31 @@ class HeldParts:
         """The parameters that several ranks hold, in the same order on all."""
         return [one for one in self._module.parameters() if len(self.ranks_of[one]) > 1]
 
-    @property
-    def _outer_buffers(self) -> list[Tensor]:
-        return [one for one in self._module.buffers() if len(self.ranks_of[one]) > 1]
+    def _outer_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        within = {part for block in self._blocks for part in block.modules()}
+        for prefix, part in self._module.named_modules():
+            if part not in within:
+                for name, buffer in part.named_buffers(recurse=False):
+                    yield f"{prefix}.{name}".lstrip("."), buffer
+
+    def holders_of_buffers(self, control: dist.ProcessGroup) -> dict[str, int]:
+        """The rank whose value of each buffer counts. Collective.
+
+        A buffer in a block counts on the block's rank, and any other on the first rank that has changed it.
+
+        Args:
+            control: The ranks of the pipeline. Messages are in host memory.
+        """
+        began = self._buffers_began
+        # Layers of statistics change them without a new version.
+        changed = {n for n, now in self._outer_buffers() if n not in began or not torch.equal(now, began[n])}
+        by_rank: list[set[str]] = all_gather_object(changed, control)
+        holders = {name: rank for rank in reversed(range(len(by_rank))) for name in by_rank[rank]}
+        names = {part: name for name, part in self._module.named_modules()}
+        for number, block in enumerate(self._blocks):
+            rank = self._stages.rank_of(self._stages.stage_of(number))
+            holders.update((f"{names[block]}.{name}", rank) for name, _ in block.named_buffers())
+        return holders
 
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters with which a stage of this rank computes."""
@@ -191,31 +216,20 @@ class HeldParts:
         """Whether this rank counts a parameter: one of those that hold it does."""
         return self.ranks_of[parameter][0] == self._rank
 
-    def buffers(self) -> list[Tensor]:
-        """Copies of the buffers that all ranks hold."""
-        return [buffer.clone() for buffer in self._outer_buffers]
-
-    def settle(self, buffers: Sequence[Tensor], control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
+    def settle(self, control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
         """Leaves each parameter that all ranks hold to the ranks that have used it in a step. Collective.
 
-        A parameter without any gradient stays on all ranks: none of them changes it. A buffer counts on the first rank
-        that has written it.
+        A parameter without any gradient stays on all ranks: none of them changes it.
 
         Args:
-            buffers: What :meth:`buffers` returned before the step.
             control: The ranks of the pipeline. Messages are in host memory.
 
         Returns:
             The module's new parameters without memory, by those that this rank does not hold any longer.
         """
-        # Layers of statistics change them without a new version.
-        written = [not torch.equal(now, before) for now, before in zip(self._outer_buffers, buffers, strict=True)]
-        flags = all_gather_object(([one.grad is not None for one in self._shared], written), control)
+        flags = all_gather_object([one.grad is not None for one in self._shared], control)
         dropped: dict[Tensor, nn.Parameter] = {}
-        for buffer, by_rank in zip(self._outer_buffers, zip(*(one[1] for one in flags), strict=True), strict=True):
-            if any(by_rank):
-                self.ranks_of[buffer] = (by_rank.index(True),)
-        for parameter, by_rank in zip(self._shared, zip(*(one[0] for one in flags), strict=True), strict=True):
+        for parameter, by_rank in zip(self._shared, zip(*flags, strict=True), strict=True):
             used = tuple(rank for rank in self.ranks_of[parameter] if by_rank[rank])
             if not used:
                 continue
@@ -223,6 +237,7 @@ class HeldParts:
             if self._rank not in used:
                 new = dropped[parameter] = _without_memory(parameter, self._device)
                 _replace(self._module, parameter, new)
+                refuse_uses(parameter)
                 self.ranks_of[new] = self.ranks_of.pop(parameter)
         return dropped
 

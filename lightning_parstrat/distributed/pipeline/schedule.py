@@ -26,6 +26,7 @@ _CLASSES = {
     "dualpipev": "DualPipeV",
 }
 """torch's schedules by our names."""
+_SPLITS_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
 
 Step = Callable[[int, bool], Any]
 """Runs the module's step on the micro-batch of this number, and is told whether in the last stage."""
@@ -51,8 +52,10 @@ class _Shaped(PipelineStage):
     Attributes:
         received: The tensors that the stage receives, by micro-batch. They have no values.
         sent: The tensors that it sends.
+        pipeline: Keeps what has failed.
     """
 
+    pipeline: "Pipeline"
     received: Sequence[Sequence[Tensor]] = ()
     sent: Sequence[Sequence[Tensor]] = ()
 
@@ -67,6 +70,30 @@ class _Shaped(PipelineStage):
         if not self.is_last:
             self._fit(self.grad_recv_info[bwd_chunk_id], self.sent[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    @override
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._guarded(bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
+
+    @override
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._guarded(bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _guarded(self, chunk: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Runs a backward. If it fails, now or before, the earlier stage gets zeros and does not wait."""
+        if self.pipeline.fault is None:
+            try:
+                run(chunk, *args, **kwargs)
+                return
+            except Exception as error:
+                # torch describes the tensors, and chains what was raised.
+                self.pipeline.fault = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        received = [] if self.is_first else self.received[chunk]
+        self.bwd_cache[chunk] = tuple(
+            torch.zeros(like.shape, dtype=like.dtype, device=self.device) if like.requires_grad else None
+            for like in received
+        )
+        self.fwd_cache.pop(chunk, None)
 
     def _fit(self, infos: Sequence[Any], shapes: Sequence[Tensor]) -> None:
         for info, like in zip(infos, shapes, strict=True):
@@ -164,6 +191,7 @@ class Pipeline:
         """
         self._step, self._loss, self._shapes, self._seed, self.fault = step, loss, shapes, seed, None
         if self._schedule is None:
+            self._refuse_frozen()
             self._make_schedule()
         for stage in self._torch_stages:
             first, stop = self._stages.blocks(stage.stage_index).start, self._stages.blocks(stage.stage_index).stop
@@ -179,6 +207,15 @@ class Pipeline:
             self._schedule.step(*inputs, target=target, losses=[], return_outputs=False, number=numbers)
         finally:
             self._step = self._loss = None
+
+    def _refuse_frozen(self) -> None:
+        """Raises an error if a stage receives nothing that needs a gradient, from which torch splits a backward."""
+        ends = self._stages.bounds[1:-1] if self._name in _SPLITS_BACKWARD else ()
+        if any(not any(one.requires_grad for one in _tensors(self._shapes[0][end - 1])) for end in ends):
+            raise ValueError(
+                f"schedule={self._name!r} splits backwards, and torch loses gradients after stages in which nothing is"
+                " trained. Set schedule='1f1b' or 'interleaved', or train a parameter of the first stage."
+            )
 
     def _make_schedule(self) -> None:
         self._torch_stages = [self._make_stage(stage) for stage in self.own]
@@ -199,7 +236,7 @@ class Pipeline:
             return self._run(stage, received if own.start else (), number)
 
         start = torch.zeros(1, 1, device=self._device)
-        return _Shaped(
+        made = _Shaped(
             _StageModule(run, self._parts.of_stage(stage)),
             stage,
             self._stages.count,
@@ -208,6 +245,8 @@ class Pipeline:
             output_args=torch.zeros(()) if is_last else tuple(map(_on_meta, _tensors(self._shapes[0][own.stop - 1]))),
             group=self._group,
         )
+        made.pipeline = self
+        return made
 
     def _run(self, stage: int, received: Sequence[Tensor], number: int) -> Any:
         is_last = stage == self._stages.count - 1
@@ -249,19 +288,20 @@ class Pipeline:
         """See :meth:`CutModule.shapes`."""
         return self._cut.shapes(step)
 
-    def evaluate(self, step: Step, shapes: list[list[Any]]) -> list[Any]:
+    def evaluate(self, step: Step, shapes: list[list[Any]], seed: Seed) -> list[Any]:
         """Runs the forwards of micro-batches, one after the other. Collective.
 
         Args:
             step: Runs the module's step on a micro-batch.
             shapes: By micro-batch, the output of each block without values.
+            seed: See :data:`Seed`.
 
         Returns:
             What the step has returned for each micro-batch, on the rank of the last stage. Elsewhere an empty list.
         """
         results: list[Any] = []
         sent: list[Any] = []
-        self.fault = None
+        self.fault, self._seed = None, seed
         for number, outputs in enumerate(shapes):
             local: Any = None
             for stage in self.own:
@@ -289,7 +329,8 @@ class Pipeline:
         output: Any = None
         try:
             if self.fault is None:
-                output = self._cut.run(stage, lambda: step(number, is_last), received, outputs, lambda _: None)
+                seed = functools.partial(self._seed, number)
+                output = self._cut.run(stage, lambda: step(number, is_last), received, outputs, seed)
         except Exception as error:
             self.fault = error
         if is_last:

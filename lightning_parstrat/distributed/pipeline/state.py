@@ -22,11 +22,13 @@ def gather_module_state(module: nn.Module, parts: HeldParts, control: dist.Proce
         control: The ranks of the pipeline. Messages are in host memory.
     """
     state: dict[str, Any] = module.state_dict()
-    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    named.update(module.named_buffers(remove_duplicate=False))
-    for name in state:
-        if name in named and named[name] in parts.ranks_of:
-            state[name] = _on_first(named[name], parts.ranks_of[named[name]][0], control)
+    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = parts.holders_of_buffers(control)
+    for name, value in state.items():
+        if name in parameters:
+            state[name] = _on_first(parameters[name], parts.ranks_of[parameters[name]][0], control)
+        elif isinstance(value, Tensor):
+            state[name] = _on_first(value, buffers.get(name, 0), control)
     return state if dist.get_rank(control) == 0 else {}
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from lightning_parstrat.core.micro_batches import count_samples, cut_batch, join
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
 from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed, replayed
@@ -72,6 +74,7 @@ class PipelineSteps:
         self._control, self._micro_batches = control, micro_batches
         self._has_trained = False
         self._shapes: dict[Any, list[Any]] = {}
+        self._trained: tuple[bool, ...] = ()
         self._left, self._has_told_left = LeftTensors(parts.own_blocks), False
 
     @property
@@ -99,6 +102,11 @@ class PipelineSteps:
 
         def loss(number: int, output: Any) -> Tensor | None:
             value, weight = _loss_and_weight(output)
+            if any(isinstance(other, int) != (weight is None) for _, other in losses.values()):
+                raise InconsistentWeightsError(
+                    "`training_step` returned a `loss_weight` for some micro-batches of a batch and none for others."
+                    " Return it for all, 0 if there is nothing to learn from."
+                )
             losses[number] = (value.detach(), sizes[number] if weight is None else weight)
             scale = sizes[number] / sum(sizes) if weight is None else weight
             # 0 times NaN is NaN, and would make the whole batch NaN.
@@ -109,14 +117,16 @@ class PipelineSteps:
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        buffers = [] if self._has_trained else self._parts.buffers()
         with _random_numbers() as seed:
             self._pipeline.train(step, loss, shapes, seed)
         if not self._has_trained and self._pipeline.fault is None:
             self._pipeline.fault = self._left.fault()
-        last = self._tell(losses, taken.joined(sizes))[self._pipeline.last_rank]
+        last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
         if not self._has_trained and all(weight for _, weight in last.result.values()):
-            self._settle(buffers)
+            dropped = self._settle()
+            # They have no gradient here, and cannot be used any longer.
+            kept = [pair for pair in zip(parameters, before, strict=True) if pair[0] not in dropped]
+            parameters, before = [one for one, _ in kept], [gradient for _, gradient in kept]
             self._has_trained = True
         self._parts.sum_gradients()
         gradients = [(one, one.grad) for one in parameters if one.grad is not None]
@@ -130,10 +140,12 @@ class PipelineSteps:
         if number == 1 and not self._has_told_left:
             self._left.look()
 
-    def _settle(self, buffers: Sequence[Tensor]) -> None:
+    def _settle(self) -> Mapping[Tensor, nn.Parameter]:
         """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
-        replace_stepped(self._strategy.optimizers, self._parts.settle(buffers, self._control))
+        dropped = self._parts.settle(self._control)
+        replace_stepped(self._strategy.optimizers, dropped)
         self._pipeline.settle()
+        return dropped
 
     def _output(self, losses: Mapping[int, tuple[Tensor, float]], gradients: list[tuple[Tensor, Tensor]]) -> Any:
         values, weights = zip(*losses.values(), strict=True)
@@ -167,21 +179,28 @@ class PipelineSteps:
             with taken.taking(number, is_last), context():
                 return getattr(self._module, name)(micro_batches[number], *args)
 
-        outputs = self._pipeline.evaluate(step, self._shapes_of(name, micro_batches, step))
+        shapes = self._shapes_of(name, micro_batches, step)
+        with _random_numbers() as seed:
+            outputs = self._pipeline.evaluate(step, shapes, seed)
         joined: Any = None
         try:
             joined = join_outputs(outputs, sizes) if outputs else None
         except ValueError as error:
             self._pipeline.fault = error
-        last = self._tell(joined, taken.joined(sizes))[self._pipeline.last_rank]
+        last = self._tell(joined, taken, sizes)[self._pipeline.last_rank]
         taken.log(last.calls)
         device = self._strategy.root_device
         return joined if outputs else replace_leaves(last.result, lambda tensor: tensor.to(device))
 
     def _shapes_of(self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any]) -> list[Any]:
         found, fault, looked = [], None, False
+        trained = tuple(one.requires_grad for one in self._module.parameters())
+        if trained != self._trained:
+            # Parameters were frozen or unfrozen: other activations need gradients.
+            self._trained = trained
+            self._pipeline.settle()
         for number, micro_batch in enumerate(micro_batches):
-            key = (name, signature(micro_batch))
+            key = (name, trained, signature(micro_batch))
             if key not in self._shapes and fault is None:
                 looked = True
                 state = rng_state()
@@ -199,8 +218,13 @@ class PipelineSteps:
                 del self._shapes[key]
         return found
 
-    def _tell(self, result: Any, calls: list[_Call]) -> list[_Told]:
+    def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int]) -> list[_Told]:
         """What all ranks tell. Raises what has failed on any."""
+        calls: list[_Call] = []
+        try:
+            calls = taken.joined(sizes)
+        except Exception as error:
+            self._pipeline.fault = self._pipeline.fault or error
         fault = self._pipeline.fault
         ends = self._pipeline.is_last
         own = _Told(
@@ -311,19 +335,26 @@ class _Taken:
 
     def joined(self, sizes: Sequence[int]) -> list[_Call]:
         """The calls of a step on the whole batch, given the number of samples of each micro-batch."""
-        joined: list[_Call] = []
-        for alike in zip(*(self._calls[number] for number in sorted(self._calls)), strict=False):
-            name, value, kwargs = alike[0]
-            counts = list(sizes)
-            if kwargs.get("batch_size") is not None:
-                counts = [one.kwargs["batch_size"] for one in alike]
-                kwargs = {**kwargs, "batch_size": sum(counts)}
-            if not isinstance(value, str):
-                value = _together(
-                    [torch.as_tensor(one.value) for one in alike], counts, kwargs.get("reduce_fx", "mean")
-                )
-            joined.append(_Call(name, value, kwargs))
-        return joined
+        found: dict[tuple[str, int], list[tuple[_Call, int]]] = {}
+        for number in sorted(self._calls):
+            seen = Counter[str]()
+            for call in self._calls[number]:
+                # A step may log under a condition, and one name twice.
+                found.setdefault((call.name, seen[call.name]), []).append((call, sizes[number]))
+                seen[call.name] += 1
+        return [self._joined(calls) for calls in found.values()]
+
+    def _joined(self, alike: Sequence[tuple[_Call, int]]) -> _Call:
+        name, value, kwargs = alike[0][0]
+        counts = [size for _, size in alike]
+        if kwargs.get("batch_size") is not None:
+            counts = [call.kwargs["batch_size"] for call, _ in alike]
+            kwargs = {**kwargs, "batch_size": sum(counts)}
+        if isinstance(value, str):
+            # What a metric returned for its last micro-batch is no value of the step.
+            return _Call(name, value, {**kwargs, "on_step": False, "on_epoch": True})
+        values = [torch.as_tensor(call.value) for call, _ in alike]
+        return _Call(name, _together(values, counts, kwargs.get("reduce_fx", "mean")), kwargs)
 
     def log(self, calls: Sequence[_Call]) -> None:
         """Logs what :meth:`joined` has returned on the rank of the last stage."""
