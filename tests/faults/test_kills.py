@@ -64,6 +64,11 @@ class Kill(NamedTuple):
         draw = random.Random(seed)
         strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(FORMATS)), draw.choice((2, 3))
         point = None if seed % 2 else list(POINTS)[seed // 2 % len(POINTS)]
+        if strategy == "pipeline_custom":
+            if point in OF_FOLDERS:
+                strategy = "zero1_custom"
+            else:
+                saving = "full"
         if point in OF_FOLDERS and saving == "full":
             saving = "sharded"
         whole_job, tcp = draw.random() < (0.5 if point is None else 0.25), draw.random() < 0.3

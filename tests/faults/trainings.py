@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
+from lightning_parstrat import PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm import liveness
 from tests.faults.jobs import TIMEOUT
 from tests.faults.points import POINTS, KillsAt, kill
@@ -34,8 +34,9 @@ STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     # Otherwise DDP makes its buckets after the first step, and sums that one in another order.
     "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True, **SMALL_BUCKETS}),
     "zero3_custom": (ZeRO3Strategy, {"auto_wrap_policy": {nn.Linear}}),
+    "pipeline_custom": (PipelineStrategy, {"auto_wrap_policy": {nn.Linear, nn.Dropout}}),
 }
-MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1, "zero3_custom": 1}
+MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1, "zero3_custom": 1, "pipeline_custom": 1}
 """Of a step."""
 
 
@@ -45,8 +46,6 @@ class Net(LightningModule):
         self.layers = nn.Sequential(nn.Linear(7, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        samples = " ".join(str(int(number)) for number in batch[:, 0])
-        say(f"trains {self.trainer.fit_loop.epoch_loop.total_batch_idx} on {samples}")
         time.sleep(0.02)
         return self.layers(batch[:, 1:]).square().mean()
 
@@ -59,9 +58,15 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def shuffled(batches: int) -> DataLoader[Tensor]:
-    """An ordinary loader: the last sample of an epoch is padding, as the ranks do not divide the samples."""
-    return DataLoader(Numbered(batches * BATCH * dist.get_world_size() - 1), BATCH, shuffle=True)
+def shuffled(batches: int, is_shared: bool) -> DataLoader[Tensor]:
+    """An ordinary loader: the last sample of an epoch is padding, as the ranks do not divide the samples.
+
+    Args:
+        batches: In an epoch.
+        is_shared: Whether all ranks train on the same batches.
+    """
+    of_all = BATCH * dist.get_world_size()
+    return DataLoader(Numbered(batches * of_all - 1), of_all if is_shared else BATCH, shuffle=True)
 
 
 def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int] | None = None, *more: Any) -> None:
@@ -86,7 +91,7 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     own = {key: value for key, value in arguments.items() if key != "strategy"}
     trainer = make_trainer(
         kind(timeout=TIMEOUT, **{**of_kind, **own}),
-        callbacks=[saving, SaysWhereItBegins(), *more],
+        callbacks=[saving, SaysWhatItTrains(), *more],
         enable_checkpointing=True,
         max_epochs=EPOCHS,
         accumulate_grad_batches=MICRO_BATCHES[name],
@@ -95,7 +100,12 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     if killed_at is not None and dist.get_rank() == killed_at[1]:
         POINTS[killed_at[0]](KillsAt(killed_at[2]))
     module = Net()
-    trainer.fit(module, shuffled(STEPS // EPOCHS * MICRO_BATCHES[name]), ckpt_path="last", weights_only=True)
+    trainer.fit(
+        module,
+        shuffled(STEPS // EPOCHS * MICRO_BATCHES[name], name == "pipeline_custom"),
+        ckpt_path="last",
+        weights_only=True,
+    )
     trained = [whole(parameter).detach() for parameter in module.parameters()]
     if dist.get_rank() == 0:
         result = Path(folder) / f"result-of-{os.getpid()}"
@@ -104,9 +114,13 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
         result.rename(result.with_name("result.pt"))
 
 
-class SaysWhereItBegins(Callback):
+class SaysWhatItTrains(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(f"begins after step {trainer.global_step}.")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        samples = " ".join(str(int(number)) for number in batch[:, 0])
+        say(f"trains {trainer.fit_loop.epoch_loop.total_batch_idx} on {samples}")
 
 
 class EndsAfter(Callback):
