@@ -30,6 +30,10 @@ class Grid:
         """The ranks that have the data of this one, which is among them."""
         return [one for one in range(self.ranks) if self.data_rank(one) == self.data_rank(rank)]
 
+    def pipeline_of(self, rank: int) -> list[int]:
+        """The ranks of this one's pipeline, in the order of their stages. It is among them."""
+        return list(range(rank % self._stride, self.ranks, self._stride))
+
     def with_other_data(self, rank: int) -> list[int]:
         """The ranks that do what this one does, on other data. It is among them."""
         stage, place = rank // self._stride, rank % self.tensor

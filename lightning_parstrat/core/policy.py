@@ -130,9 +130,12 @@ class PipelinePolicy:
     microbatches: int = 4
     schedule: PipelineSchedule = "1f1b"
     auto_wrap_policy: WrapPolicy = None
+    data_parallel_size: Literal["auto"] | int = "auto"
 
     def __post_init__(self) -> None:
         _check_classes(self, "auto_wrap_policy")
+        size = self.data_parallel_size
+        check(self, "data_parallel_size", size == "auto" or is_whole(size, 1), "'auto', or a whole number >= 1")
         check(self, "microbatches", is_whole(self.microbatches, 1), "a whole number >= 1")
         check_choices(self, schedule=PipelineSchedule)
         is_list = isinstance(self.stages, (list, tuple)) and all(is_whole(size, 1) for size in self.stages)

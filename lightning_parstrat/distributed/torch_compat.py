@@ -215,6 +215,11 @@ NO_VALUES = (
 """What code raises that reads the values of such a tensor."""
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has values."""
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+
+
 @functools.cache
 def fake_mode() -> Any:
     """The mode that makes tensors without values. There is one, as those of two modes do not mix."""

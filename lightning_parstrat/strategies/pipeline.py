@@ -17,27 +17,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import PipelinePolicy, PipelineSchedule, WrapPolicy
+from lightning_parstrat.core.policy import PipelinePolicy, PipelineSchedule, ShardingPolicy, WrapPolicy
 from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
 from lightning_parstrat.core.wording import counted, listed
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import check_same_module
+from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.cuts import local
-from lightning_parstrat.distributed.engine.stepping import needs_closure
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.stepping import forget_sharding, needs_closure
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
-from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, has_memory
+from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
-from lightning_parstrat.distributed.torch_compat import multiply_all
+from lightning_parstrat.distributed.torch_compat import has_memory, multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
-from lightning_parstrat.strategies.lightning_compat import follow_device, minor, trained
+from lightning_parstrat.strategies.lightning_compat import follow_device, minor, trained, wrapped
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 
@@ -56,6 +58,10 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"`` and ``"dualpipev"``. They are torch's.
         auto_wrap_policy: Classes of the blocks, or their names, such as ``["Block"]``. By default blocks are found:
             modules of one class that follow each other in a container.
+        data_parallel_size: The number of pipelines. Each trains on other data, and the ranks of a stage divide its
+            optimizer state, as under ``zero1_custom``. Ranks of one pipeline are as far from each other as can be:
+            with 2 pipelines of 2 ranks, these are ranks 0 and 2, and 1 and 3. With ``"auto"`` and numbers in
+            ``stages``, there are as many as the ranks allow. With ``"auto"`` for both there is one.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -63,7 +69,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "pipeline_custom"
-    _of_one_training = frozenset({"_steps", "_held", "_cut"})
+    _of_one_training = frozenset({"_steps", "_held", "_cut", "_engine"})
 
     def __init__(
         self,
@@ -71,14 +77,20 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         microbatches: int = 4,
         schedule: PipelineSchedule = "1f1b",
         auto_wrap_policy: WrapPolicy = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
         **kwargs: Any,
     ) -> None:
         self._policy = PipelinePolicy(
-            stages=stages, microbatches=microbatches, schedule=schedule, auto_wrap_policy=auto_wrap_policy
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            auto_wrap_policy=auto_wrap_policy,
+            data_parallel_size=data_parallel_size,
         )
         self._steps: PipelineSteps | None = None
         self._held: HeldParts | None = None
         self._cut: CutModule | None = None
+        self._engine: ShardedDataParallel | None = None
         super().__init__(**kwargs)
         for name, allowed in (("state_dict_type", "full"), ("rank_shares", "equal"), ("keep_global_batch", False)):
             if kwargs.get(name, allowed) != allowed:
@@ -86,11 +98,10 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f"{name}={kwargs[name]!r} divides data or state among ranks, and the ranks of a pipeline have the"
                     f" same data, and a stage each. Set {name}={allowed!r}."
                 )
-        self._ranks.is_pipeline = True
+        self._ranks.pipeline_size = self._size_of_pipeline
         self._same_data = SameData(self, self._ranks)
-        # It broadcasts no buffers, as it never begins: stages have buffers of their own.
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
-        self._parts += [self._same_data]
+        self._parts += [self._same_data, self._equal]
 
     @override
     def _make_training_state(self) -> TrainingState:
@@ -132,24 +143,29 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         Raises:
             MisconfigurationException: It cannot be cut.
         """
-        module, groups = self._training_module, self._ranks.groups
+        module, groups, grid = self._training_module, self._ranks.groups, self._ranks.grid
         self._close()
         self._same_data.begin()
         check_same_module(module, groups.control)
         blocks = find_blocks(module, self._policy.auto_wrap_policy or ())
         self._refuse(blocks)
         stages = self._divide(module, blocks)
-        group = groups.gradients
-        held = HeldParts(module, blocks, stages, group, self.root_device)
+        group = subgroup(groups.gradients, grid.pipeline_of(self.global_rank))
+        replicas = make_collectives(self._ranks.data_groups.control, torch.device("cpu"))
+        held = HeldParts(module, blocks, stages, groups.gradients, group, self.root_device)
         cut = CutModule(module, blocks, stages)
         pipeline = Pipeline(
             cut, stages, held, self._policy.schedule, self._policy.microbatches, group, self.root_device
         )
         self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank
-        self._steps = PipelineSteps(self, pipeline, held, groups.control, self._policy.microbatches)
+        self._steps = PipelineSteps(self, pipeline, held, self._same_data.group, replicas, self._policy.microbatches)
+        if grid.data > 1:
+            # Stages have different buffers, and all ranks of a stage have the same.
+            self._equal.begin()
+        pipelines = f"{counted(grid.data, 'pipeline')} of " if grid.data > 1 else ""
         self._fit_report.say(
-            f"{counted(stages.count, 'stage')} of {', '.join(map(str, sizes_of(stages.bounds)))} blocks on"
-            f" {counted(self.world_size, 'rank')}; {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')}"
+            f"{pipelines}{counted(stages.count, 'stage')} of {', '.join(map(str, sizes_of(stages.bounds)))} blocks on"
+            f" {counted(grid.pipeline, 'rank')}; {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')}"
             f" a batch by {self._policy.schedule}"
         )
 
@@ -179,13 +195,32 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 f"{' and '.join(kinds)} take their statistics from each micro-batch, not from the whole batch", True
             )
 
+    def _size_of_pipeline(self, ranks: int) -> int:
+        """How many ranks a pipeline has. If no number fits, what is closest to the arguments."""
+        stages, pipelines = self._policy.stages, self._policy.data_parallel_size
+        if isinstance(pipelines, str):
+            asked = 0 if isinstance(stages, str) else len(stages)
+            pipelines = next((n for n in range(1, ranks // 2 + 1) if asked and self._fits(asked, ranks, n)), 1)
+        return ranks // pipelines if ranks % pipelines == 0 else ranks
+
+    def _fits(self, stages: int, ranks: int, pipelines: int) -> bool:
+        """Whether a schedule takes so many stages on the ranks of each of so many pipelines."""
+        schedule, size = self._policy.schedule, ranks // pipelines
+        is_right = stages > size if takes_many(schedule) else stages == size
+        return ranks % pipelines == stages % size == 0 and is_right and (stages == 2 * size or not turns_back(schedule))
+
     def _divide(self, module: nn.Module, blocks: dict[str, nn.Module]) -> Stages:
-        schedule, ranks = self._policy.schedule, self.world_size
+        schedule, ranks, pipelines = self._policy.schedule, self._ranks.grid.pipeline, self._policy.data_parallel_size
+        if not isinstance(pipelines, str) and self.world_size % pipelines:
+            raise MisconfigurationException(
+                f"data_parallel_size={pipelines} does not divide {counted(self.world_size, 'rank')}. Start a multiple"
+                f" of {pipelines} ranks, or set a divisor."
+            )
         least = 2 if takes_many(schedule) else 1
         asked = self._policy.stages
         count = ranks * least if isinstance(asked, str) else len(asked)
         names = f"{counted(len(blocks), 'block')} ({', '.join(list(blocks)[:3])}{', ...' if len(blocks) > 3 else ''})"
-        if count % ranks or (count > ranks) != (least > 1) or (turns_back(schedule) and count != 2 * ranks):
+        if not self._fits(count, ranks, 1):
             allowed = f"a multiple of {ranks} above it" if least > 1 else str(ranks)
             raise MisconfigurationException(
                 f"stages={asked} are {count} for {counted(ranks, 'rank')}. schedule={schedule!r} needs"
@@ -230,13 +265,39 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step on micro-batches, with their backwards. Collective."""
-        output: STEP_OUTPUT = self._pipeline_steps.train(batch, *args, *kwargs.values())
+        steps = self._pipeline_steps
+        self._equal.before_step()
+        if self._engine is not None and self._held is not None:
+            self._engine.gatherer.finish()
+            self._held.synchronize_shared()
+        output: STEP_OUTPUT = steps.train(batch, *args, *kwargs.values())
         self._accumulation.note_output(output)
+        if self._engine is None and steps.has_trained and self._ranks.data_ranks > 1:
+            self._shard_state()
         return output
+
+    def _shard_state(self) -> None:
+        """Divides the optimizer state of this rank's stages among the ranks that hold them. Collective among these.
+
+        Not before the first step, which shows what a rank holds.
+        """
+        self._engine = ShardedDataParallel(
+            self._training_module,
+            trained(self.optimizers),
+            ShardingPolicy(),
+            self._ranks.data_groups,
+            self.node_rank,
+        )
+        for slot in (slot for bucket in self._engine.reducer.buckets for slot in bucket.slots):
+            # This step's gradients were computed before the engine could notice.
+            slot.fresh = True
+        # Lightning's wrappers are older than the shards. New wrappers have the methods of sharded optimizers.
+        self._lightning_optimizers = [wrapped(one, self) for one in self.optimizers]
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's validation step on micro-batches. Collective."""
+        self._equal.before_validation_step()
         output: STEP_OUTPUT = self._pipeline_steps.evaluate("validation_step", batch, *args, *kwargs.values())
         return output
 
@@ -254,8 +315,10 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Returns the tensor: what the last stage logs is on all ranks, and all have the same data."""
-        return tensor
+        """Reduces a tensor over the pipelines. Collective. All ranks of a pipeline have the same one."""
+        if self._ranks.data_ranks == 1:
+            return tensor
+        return super().reduce(tensor, self._same_data.data_group if group is None else group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -276,12 +339,27 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             )
 
     @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the rest of the closure, clips and steps. Or skips the step on all ranks."""
+        if self._engine is None and self._ranks.data_ranks > 1:
+            # The first step shards the optimizer, and so must end before `step` of the optimizer's class begins.
+            loss = closure()
+            return super().optimizer_step(optimizer, lambda: loss, *args, **kwargs)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
         # A micro-batch without weight leaves no gradient at all.
         return watch_gradients((), note)
 
     @override
     def _end_backward(self, ends_window: bool, has_run: bool) -> None:
+        if self._engine is not None:
+            scale, ranks = self._accumulation.scale, self.world_size / self._ranks.data_ranks
+            if ends_window:
+                # It is counted over all ranks, and those of a pipeline have the same samples.
+                self._engine.reduce_local_gradients(None if scale is None else lambda: scale() * ranks)
+            return
         factor = self._accumulation.factor_of_mean if ends_window else 1.0
         gradients = [local(one.grad) for one in self._training_module.parameters() if one.grad is not None]
         if gradients and factor != 1.0:
@@ -292,8 +370,12 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         found, held = step_gradients(optimizers), self._held
         if held is None or self.world_size == 1:
             return found
+        slots = {} if self._engine is None else self._engine.slots
         grouped = dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])
-        counted_here = [p.grad for p in grouped if p.grad is not None and held.counts(p)]
+        own = [slots[p].shard for p in grouped if held.counts(p) and p in slots]
+        # All ranks of a stage have what is not sharded.
+        own += [p for p in grouped if held.counts(p) and p not in slots and self._ranks.data_rank == 0]
+        counted_here = [one.grad for one in own if one is not None and one.grad is not None]
         collectives = make_collectives(self._ranks.groups.gradients, self.root_device)
         return found._replace(counted=counted_here, device=self.root_device, collectives=collectives)
 
@@ -318,6 +400,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         fits = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = trained(self.optimizers) if fits else []
         states = [self._checkpoints.optimizer_state(Optimizer.state_dict, optimizer) for optimizer in optimizers]
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            for optimizer in optimizers:
+                forget_sharding(optimizer)
         weights = self._checkpoints.module_state(module.state_dict)
         if not self.is_global_zero:
             return
@@ -328,7 +415,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _close(self) -> None:
         if self._cut is not None:
             self._cut.close()
-        self._steps = self._held = self._cut = None
+        if self._engine is not None:
+            self._engine.close(failed=True)
+        self._steps = self._held = self._cut = self._engine = None
 
 
 @torch.no_grad()

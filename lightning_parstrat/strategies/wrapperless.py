@@ -172,7 +172,7 @@ class EqualRanks(Part):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Returns the stand-in for a training loader. Compares how many batches are evaluated, if some have none."""
-        if self._ranks.world_size == 1:
+        if self._ranks.data_ranks == 1:
             return dataloader
         sources, length = (self._module, self._trainer.datamodule), sized_len(dataloader)
         allows_empty = any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in sources)
@@ -199,7 +199,7 @@ class EqualRanks(Part):
             return
         if self._are_due:
             # Not by the parameters' group: the broadcast would queue behind parameters in flight.
-            broadcast_buffers(self._module, self._ranks.groups.gradients)
+            broadcast_buffers(self._module, self._ranks.data_groups.gradients)
         sends = torch.is_grad_enabled() and not self._accumulation.accumulates
         self._are_due = sends and self._module.automatic_optimization
 

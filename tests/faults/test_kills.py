@@ -64,7 +64,9 @@ class Kill(NamedTuple):
         draw = random.Random(seed)
         strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(FORMATS)), draw.choice((2, 3))
         point = None if seed % 2 else list(POINTS)[seed // 2 % len(POINTS)]
-        if strategy == "pipeline_custom":
+        if strategy == "two pipelines":
+            world_size = 4
+        if strategy in ("pipeline_custom", "two pipelines"):
             if point in OF_FOLDERS:
                 strategy = "zero1_custom"
             else:

@@ -35,8 +35,9 @@ STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True, **SMALL_BUCKETS}),
     "zero3_custom": (ZeRO3Strategy, {"auto_wrap_policy": {nn.Linear}}),
     "pipeline_custom": (PipelineStrategy, {"auto_wrap_policy": {nn.Linear, nn.Dropout}}),
+    "two pipelines": (PipelineStrategy, {"auto_wrap_policy": {nn.Linear, nn.Dropout}, "data_parallel_size": 2}),
 }
-MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1, "zero3_custom": 1, "pipeline_custom": 1}
+MICRO_BATCHES = {name: 2 if name == "zero2_custom" else 1 for name in STRATEGIES}
 """Of a step."""
 
 
@@ -58,15 +59,15 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def shuffled(batches: int, is_shared: bool) -> DataLoader[Tensor]:
+def shuffled(batches: int, shares: int) -> DataLoader[Tensor]:
     """An ordinary loader: the last sample of an epoch is padding, as the ranks do not divide the samples.
 
     Args:
         batches: In an epoch.
-        is_shared: Whether all ranks train on the same batches.
+        shares: Among so many ranks samples are divided.
     """
     of_all = BATCH * dist.get_world_size()
-    return DataLoader(Numbered(batches * of_all - 1), of_all if is_shared else BATCH, shuffle=True)
+    return DataLoader(Numbered(batches * of_all - 1), of_all // shares, shuffle=True)
 
 
 def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int] | None = None, *more: Any) -> None:
@@ -100,12 +101,9 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     if killed_at is not None and dist.get_rank() == killed_at[1]:
         POINTS[killed_at[0]](KillsAt(killed_at[2]))
     module = Net()
-    trainer.fit(
-        module,
-        shuffled(STEPS // EPOCHS * MICRO_BATCHES[name], name == "pipeline_custom"),
-        ckpt_path="last",
-        weights_only=True,
-    )
+    shares = trainer.distributed_sampler_kwargs["num_replicas"]
+    data = shuffled(STEPS // EPOCHS * MICRO_BATCHES[name], shares)
+    trainer.fit(module, data, ckpt_path="last", weights_only=True)
     trained = [whole(parameter).detach() for parameter in module.parameters()]
     if dist.get_rank() == 0:
         result = Path(folder) / f"result-of-{os.getpid()}"

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_parstrat import PipelineStrategy
-from lightning_parstrat.distributed.pipeline.holders import has_memory
+from lightning_parstrat.distributed.torch_compat import has_memory
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, Run, make_trainer
 
@@ -55,8 +55,8 @@ class Model(zoo.Zoo):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.compute_loss(batch)
-        self.log("loss", loss, on_epoch=True)
-        self.log("samples", float(len(batch)), reduce_fx="sum")
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        self.log("samples", float(len(batch)), reduce_fx="sum", sync_dist=True)
         return loss
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -204,9 +204,15 @@ def fit(
     chosen = None if strategy is None else pipeline(**strategy)
     trainer = make_trainer(chosen, callbacks=callbacks, max_epochs=epochs, **arguments)
     dtype = torch.float64 if arguments.get("precision") == "64-true" else torch.float32
-    data = zoo.loader(SAMPLES, BATCH, dtype)
+    data = loader(trainer, dtype)
     trainer.fit(made, data, data)
     return Run(recorder.parameters, recorder.losses, made, trainer), recorder
+
+
+def loader(trainer: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The samples in order. The pipelines' batches together are one of a single process."""
+    division = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    return zoo.loader(SAMPLES, BATCH // division["num_replicas"], dtype, division["rank"], division["num_replicas"])
 
 
 def rank() -> int:

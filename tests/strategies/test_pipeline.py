@@ -39,6 +39,7 @@ from tests.strategies.pipelines import (
     Unfreezes,
     Weighted,
     fit,
+    loader,
     pipeline,
 )
 
@@ -63,6 +64,9 @@ class HeadFirst(Model):
 
 
 pytestmark = pytest.mark.skipif(minor(torch.__version__) < (2, 13), reason="torch's schedules before 2.13 are refused")
+
+
+TWO: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 2}
 
 
 class Case(NamedTuple):
@@ -94,12 +98,23 @@ CASES = {
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
     "uneven": Case(strategy={"stages": [3, 1]}, trainer=CLIP),
     "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),
+    "pipelines": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer={**CLIP, **WINDOW}, strategy=TWO, ranks=(2, 4)),
+    "sgd in pipelines": Case(tolerance=5e-6, trainer=CLIP, strategy={**TWO, "schedule": "interleaved"}, ranks=(4,)),
+    "unfrozen in pipelines": Case(Unfreezes, trainer=CLIP, strategy={**TWO, "stages": [1, 3]}, ranks=(4,)),
     **{
         schedule: Case(Lengths, trainer=CLIP, strategy={"schedule": schedule}, ranks=(2,))
         for schedule in ("gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
     },
 }
-QUICK = {("1f1b", 2), ("accumulated", 2), ("lengths", 3), ("adamw", 2), ("interleaved", 2), ("zero_bubble", 2)}
+QUICK = {
+    ("1f1b", 2),
+    ("pipelines", 4),
+    ("accumulated", 2),
+    ("lengths", 3),
+    ("adamw", 2),
+    ("interleaved", 2),
+    ("zero_bubble", 2),
+}
 TRAININGS = [(name, ranks) for name, case in CASES.items() for ranks in case.ranks]
 
 
@@ -117,8 +132,12 @@ def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> No
     ((expected, losses, logged),) = pool.run(1, train, name, True)
     found = pool.run(ranks, train, name, False)
     assert distance(found[0][0], expected) <= CASES[name].tolerance
-    for _, own_losses, own_logged in found:
-        assert distance(own_losses, losses) <= 1e-5
+    pipelines = CASES[name].strategy.get("data_parallel_size", 1)
+    # The first stage of each comes first.
+    means = [torch.stack(each).mean(0) for each in zip(*(one[1] for one in found[:pipelines]), strict=True)]
+    assert distance(means, losses) <= 1e-5
+    for number, (_, own_losses, own_logged) in enumerate(found):
+        assert distance(own_losses, found[number % pipelines][1]) == 0
         assert own_logged.keys() == logged.keys()
         assert distance(own_logged, logged) <= 1e-5
 
@@ -137,20 +156,22 @@ class NeverNothing(Weighted):
     least = 1
 
 
-def weighed(stages: bool) -> Any:
+def weighed(pipelines: int) -> Any:
     """A training whose losses have weights: in stages, or as one process that accumulates micro-batches of two."""
     torch.manual_seed(0)
-    module = (Weighted if stages else NeverNothing)(plain_sgd)
-    strategy = pipeline(partial_window="exact") if stages else ZeRO1Strategy()
-    trainer = make_trainer(strategy, accumulate_grad_batches=2 if stages else 8, max_epochs=2)
-    trainer.fit(module, zoo.loader(SAMPLES, BATCH if stages else 2))
+    module = (Weighted if pipelines else NeverNothing)(plain_sgd)
+    own: Any = {"partial_window": "exact", "microbatches": 4 // max(1, pipelines), "data_parallel_size": pipelines}
+    strategy = pipeline(**own) if pipelines else ZeRO1Strategy()
+    trainer = make_trainer(strategy, accumulate_grad_batches=2 if pipelines else 8, max_epochs=2)
+    trainer.fit(module, loader(trainer) if pipelines else zoo.loader(SAMPLES, 2))
     return module.state_dict() if dist.get_rank() == 0 else None
 
 
 @pytest.mark.slow
-def test_loss_weights_count_over_micro_batches(pool: RankPool) -> None:
-    (expected,) = pool.run(1, weighed, False)
-    assert distance(pool.run(2, weighed, True)[0], expected) <= 2e-6
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_loss_weights_count_over_micro_batches(pool: RankPool, pipelines: int) -> None:
+    (expected,) = pool.run(1, weighed, 0)
+    assert distance(pool.run(2 * pipelines, weighed, pipelines)[0], expected) <= 2e-6
 
 
 @pytest.mark.slow
@@ -227,6 +248,7 @@ ROUTES: dict[str, tuple[Any, int]] = {
     "2 stages": (pipeline, 2),
     "3 stages": (pipeline, 3),
     "interleaved": (lambda: pipeline(schedule="interleaved"), 2),
+    "pipelines": (lambda: pipeline(**TWO), 4),
     "zero1": (zero1, 1),
     "single": (lambda: None, 1),
 }
@@ -236,6 +258,9 @@ SAVED_AND_RESUMED = [
     ("single", "2 stages"),
     ("interleaved", "zero1"),
     ("2 stages", "2 stages"),
+    ("pipelines", "3 stages"),
+    ("2 stages", "pipelines"),
+    ("pipelines", "zero1"),
 ]
 
 
@@ -243,7 +268,7 @@ def resume(name: str, epochs: int, resumed: str | None, saved: str | None) -> An
     torch.manual_seed(0 if resumed is None else 1)
     trainer = make_trainer(ROUTES[name][0](), max_epochs=epochs, gradient_clip_val=0.05)
     module = Model(zoo.adamw)
-    trainer.fit(module, zoo.loader(SAMPLES, BATCH), ckpt_path=resumed, weights_only=False)
+    trainer.fit(module, loader(trainer), ckpt_path=resumed, weights_only=False)
     if saved is not None:
         trainer.save_checkpoint(saved)
     return module.state_dict() if dist.get_rank() == 0 else None

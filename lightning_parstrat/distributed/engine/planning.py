@@ -21,7 +21,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket
 from lightning_parstrat.distributed.engine.shardability import immovable_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
-from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
+from lightning_parstrat.distributed.torch_compat import FakeTensor, names_ignored_by_ddp
 
 Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
@@ -138,6 +138,8 @@ def owners_of(
     ignored = names_ignored_by_ddp(module)
     for name, parameter in module.named_parameters():
         has_gradients = parameter.is_floating_point() or parameter.is_complex()
-        if name not in ignored and has_gradients and parameter.layout == torch.strided and parameter not in placed:
+        is_bucketed = has_gradients and parameter.layout == torch.strided
+        if is_bucketed and name not in ignored and parameter not in placed:
             owners.setdefault(parameter, ())
-    return owners
+    # Another stage of a pipeline has them.
+    return {parameter: numbers for parameter, numbers in owners.items() if not isinstance(parameter, FakeTensor)}

@@ -31,6 +31,7 @@ from lightning_parstrat.distributed.engine.stepping import (
 )
 from lightning_parstrat.distributed.torch_compat import (
     attributes_without_hooks,
+    has_memory,
     is_wrapped_by_scheduler,
     names_ignored_by_ddp,
     takes_hooks,
@@ -135,7 +136,7 @@ def immovable_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
 def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
     """The tensors of ``tensors`` whose memory overlaps that of another one among them."""
     strided = (one for one in dict.fromkeys(tensors) if one.layout == torch.strided)
-    distinct = [one for one in strided if one.device.type != "meta" and one.numel() > 0]
+    distinct = [one for one in strided if has_memory(one) and one.numel() > 0]
     extents = sorted((*_extent(tensor), number) for number, tensor in enumerate(distinct))
     sharing: set[Tensor] = set()
     last_stop, last = -1, -1

@@ -433,6 +433,14 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
     if not is_sharded(optimizer):
         return None
     state_dict = optimizer.state_dict()
+    forget_sharding(optimizer)
+    return state_dict
+
+
+def forget_sharding(optimizer: Optimizer) -> None:
+    """Makes a sharded optimizer an ordinary one without state. Not collective."""
+    if not is_sharded(optimizer):
+        return
     optimizer.state = defaultdict(dict)
     own, sharding = vars(optimizer), sharding_of(optimizer)
     for name, method in sharding.methods.items():
@@ -441,4 +449,3 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
             del own[name]
     sharding.guard.remove()
     del own["_sharding"]
-    return state_dict

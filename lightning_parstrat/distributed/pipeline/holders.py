@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parstrat.core.stages import Stages, balanced
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank_for_each
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
-from lightning_parstrat.distributed.torch_compat import FakeTensor, fake_mode, take_over_attributes
+from lightning_parstrat.distributed.torch_compat import fake_mode, has_memory, take_over_attributes
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
@@ -105,11 +106,6 @@ def _without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has values."""
-    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
-
-
 @torch.no_grad()
 def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Gives each rank rank 0's values of what it holds, and no memory for other parameters. Collective.
@@ -147,7 +143,8 @@ class HeldParts:
         module: The module. Its parameters are shared out.
         blocks: All its blocks by their names.
         stages: How blocks and ranks are divided.
-        group: The ranks of the pipeline.
+        everyone: All ranks. They get the values of the first one.
+        group: The ranks of this pipeline, one of those that have different data.
         device: The device on which the module is to train.
 
     Raises:
@@ -159,6 +156,7 @@ class HeldParts:
         module: nn.Module,
         blocks: dict[str, nn.Module],
         stages: Stages,
+        everyone: dist.ProcessGroup,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -166,7 +164,7 @@ class HeldParts:
         self._blocks, self._stages = list(blocks.values()), stages
         self._rank = rank = dist.get_rank(group)
         before = _ranks_of(module, self._blocks, stages)
-        _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, group, device)
+        _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, everyone, device)
         self.ranks_of = _ranks_of(module, self._blocks, stages)
         """The ranks that hold each parameter."""
         self._buffers_began = {name: buffer.clone() for name, buffer in self._outer_buffers()}
@@ -216,18 +214,22 @@ class HeldParts:
         """Whether this rank counts a parameter: one of those that hold it does."""
         return self.ranks_of[parameter][0] == self._rank
 
-    def settle(self, control: dist.ProcessGroup) -> dict[Tensor, nn.Parameter]:
+    def settle(self, control: dist.ProcessGroup, replicas: Collectives) -> dict[Tensor, nn.Parameter]:
         """Leaves each parameter that all ranks hold to the ranks that have used it in a step. Collective.
 
         A parameter without any gradient stays on all ranks: none of them changes it.
 
         Args:
             control: The ranks of the pipeline. Messages are in host memory.
+            replicas: Of the ranks that hold the same stages. What one of them has used, all hold.
 
         Returns:
             The module's new parameters without memory, by those that this rank does not hold any longer.
         """
-        flags = all_gather_object([one.grad is not None for one in self._shared], control)
+        if not self._shared:
+            return {}
+        own = any_rank_for_each([one.grad is not None for one in self._shared], replicas)
+        flags = all_gather_object(own, control)
         dropped: dict[Tensor, nn.Parameter] = {}
         for parameter, by_rank in zip(self._shared, zip(*flags, strict=True), strict=True):
             used = tuple(rank for rank in self.ranks_of[parameter] if by_rank[rank])
@@ -259,6 +261,17 @@ class HeldParts:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                     dist.all_reduce(gradient, group=group)
                     parameter.grad = gradient
+
+    @torch.no_grad()
+    def synchronize_shared(self) -> None:
+        """Gives all ranks of the pipeline that hold a parameter the first one's values. Collective: their bytes.
+
+        Replicas of two stages may add up the gradients of a tied parameter in another order.
+        """
+        for parameter in self._shared:
+            ranks = self.ranks_of[parameter]
+            if self._rank in ranks:
+                dist.broadcast(parameter.data, group=subgroup(self._group, ranks), group_src=0)
 
     @torch.no_grad()
     def make_whole(self, state: dict[str, Any]) -> dict[Tensor, nn.Parameter]:

@@ -53,7 +53,7 @@ def gather_optimizer_state(
                 key: _on_first(mine[key], holder, control) if isinstance(value, Tensor) and value.is_meta else value
                 for key, value in entries.items()
             }
-    return {**state, "state": gathered if dist.get_rank(control) == 0 else {}}
+    return {**state, "state": dict(sorted(gathered.items())) if dist.get_rank(control) == 0 else {}}
 
 
 def _outline(tensor: Tensor) -> Tensor:

@@ -9,9 +9,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.engine.state import grouped_parameters
-from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
+from lightning_parstrat.distributed.comm.process_groups import subgroup
+from lightning_parstrat.distributed.engine.state import gather_state_dict, grouped_parameters
+from lightning_parstrat.distributed.engine.stepping import is_sharded, sharding_of
+from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.state import gather_module_state, gather_optimizer_state
+from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.launch.ranks import Ranks
 
@@ -45,14 +48,25 @@ class PipelineState(TrainingState):
             raise AssertionError("the state of stages was asked for outside of a training")
         return parts
 
+    @property
+    def _group(self) -> Any:
+        """The ranks of this rank's pipeline. The first one has rank 0 among them."""
+        return subgroup(self._ranks.groups.control, self._ranks.grid.pipeline_of(self._ranks.rank))
+
     @override
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
-        return gather_module_state(self._strategy.lightning_module, self._held, self._ranks.control.group)
+        if self._ranks.data_rank:
+            return {}
+        return gather_module_state(self._strategy.lightning_module, self._held, self._group)
 
     @override
     def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
         parameters = list(grouped_parameters(optimizer))
-        return gather_optimizer_state(optimizer.state_dict(), parameters, self._held, self._ranks.control.group)
+        shards = sharding_of(optimizer).shards if is_sharded(optimizer) else None
+        state = optimizer.state_dict() if shards is None else gather_state_dict(optimizer, shards)
+        if self._ranks.data_rank:
+            return {**state, "state": {}}
+        return gather_optimizer_state(state, parameters, self._held, self._group)
 
     @override
     def own_part(self, optimizer: Optimizer, state: dict[str, Any], is_mapped: bool) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class SameData(Part):
     @property
     def data_group(self) -> Any:
         """The process group of ranks with other data that do what this one does. Collective on first use."""
-        return subgroup(self._ranks.groups.gradients, self._ranks.grid.with_other_data(self._ranks.rank))
+        return self._ranks.data_groups.gradients
 
     def begin(self) -> None:
         """Checks the training, and makes metrics count once. Not collective.

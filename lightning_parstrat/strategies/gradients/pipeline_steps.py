@@ -19,11 +19,13 @@ from torchmetrics import Metric
 from lightning_parstrat.core.micro_batches import count_samples, cut_batch, join_outputs, mean_over, signature
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import listed
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
 from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
-from lightning_parstrat.distributed.pipeline.holders import HeldParts, has_memory
+from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed, replayed
+from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
 from lightning_parstrat.strategies.lightning_compat import unwrapped
@@ -64,15 +66,23 @@ class PipelineSteps:
         pipeline: Runs the stages of this rank.
         parts: What this rank holds of the module.
         control: The ranks of the pipeline. Messages are in host memory.
+        replicas: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
     """
 
     def __init__(
-        self, strategy: DDPStrategy, pipeline: Pipeline, parts: HeldParts, control: Any, micro_batches: int
+        self,
+        strategy: DDPStrategy,
+        pipeline: Pipeline,
+        parts: HeldParts,
+        control: Any,
+        replicas: Collectives,
+        micro_batches: int,
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
-        self._control, self._micro_batches = control, micro_batches
-        self._has_trained = False
+        self._control, self._replicas, self._micro_batches = control, replicas, micro_batches
+        self.has_trained = False
+        """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
         self._left, self._has_told_left = LeftTensors(parts.own_blocks), False
@@ -119,15 +129,15 @@ class PipelineSteps:
             one.grad = None
         with _random_numbers(self._strategy.root_device) as seed:
             self._pipeline.train(step, loss, shapes, seed)
-        if not self._has_trained and self._pipeline.fault is None:
+        if not self.has_trained and self._pipeline.fault is None:
             self._pipeline.fault = self._left.fault()
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
-        if not self._has_trained and all(weight for _, weight in last.result.values()):
+        if not self.has_trained and any_rank(any(weight for _, weight in last.result.values()), self._replicas):
             dropped = self._settle()
             # They have no gradient here, and cannot be used any longer.
             kept = [pair for pair in zip(parameters, before, strict=True) if pair[0] not in dropped]
             parameters, before = [one for one, _ in kept], [gradient for _, gradient in kept]
-            self._has_trained = True
+            self.has_trained = True
         self._parts.sum_gradients()
         gradients = [(one, one.grad) for one in parameters if one.grad is not None]
         for one, gradient in zip(parameters, before, strict=True):
@@ -142,7 +152,7 @@ class PipelineSteps:
 
     def _settle(self) -> Mapping[Tensor, nn.Parameter]:
         """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
-        dropped = self._parts.settle(self._control)
+        dropped = self._parts.settle(self._control, self._replicas)
         replace_stepped(self._strategy.optimizers, dropped)
         self._pipeline.settle()
         return dropped

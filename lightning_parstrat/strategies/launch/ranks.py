@@ -36,6 +36,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
     control_group,
     default_backend,
     process_groups,
+    subgroup,
 )
 from lightning_parstrat.distributed.comm.process_groups import (
     world_size as size_of_group,
@@ -49,6 +50,10 @@ from lightning_parstrat.strategies.parts import Part
 log = logging.getLogger(__name__)
 
 _ENDED = "ended its training"
+
+
+def _one(_: int) -> int:
+    return 1
 
 
 class Ranks(Part):
@@ -76,8 +81,8 @@ class Ranks(Part):
         self.flag = flag
         self.tensor_parallel_size = 1
         """How many consecutive ranks share tensor-parallel layers, and so have the same data."""
-        self.is_pipeline = False
-        """Whether the ranks are the stages of one pipeline, and so have the same data."""
+        self.pipeline_size: Callable[[int], int] = _one
+        """Returns how many ranks a pipeline has, for a number of all ranks. These have the same data."""
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
@@ -113,7 +118,7 @@ class Ranks(Part):
     def grid(self) -> Grid:
         """Where each rank lies."""
         ranks = self.world_size
-        return Grid(ranks=ranks, pipeline=ranks if self.is_pipeline else 1, tensor=self.tensor_parallel_size)
+        return Grid(ranks=ranks, pipeline=self.pipeline_size(ranks), tensor=self.tensor_parallel_size)
 
     @property
     def have_joined(self) -> bool:
@@ -124,6 +129,12 @@ class Ranks(Part):
     def groups(self) -> ProcessGroups:
         """The process groups of this training. Collective on first use."""
         return process_groups(self._timeout)
+
+    @property
+    def data_groups(self) -> ProcessGroups:
+        """The process groups of the ranks with other data that do what this one does. Collective on first use."""
+        ranks = self.grid.with_other_data(self.rank)
+        return ProcessGroups(*(subgroup(group, ranks) for group in self.groups))
 
     @property
     def control(self) -> Collectives:
