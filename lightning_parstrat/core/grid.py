@@ -39,6 +39,16 @@ class Grid:
         stage, place = rank // self._stride, rank % self.tensor
         return [one for one in range(self.ranks) if (one // self._stride, one % self.tensor) == (stage, place)]
 
+    def sharing_layers(self, rank: int) -> list[int]:
+        """The ranks that share tensor-parallel layers with this one, which is among them."""
+        first = rank // self.tensor * self.tensor
+        return list(range(first, first + self.tensor))
+
+    def of_stage(self, rank: int) -> list[int]:
+        """The ranks that hold the same stages as this one, which is among them."""
+        first = rank // self._stride * self._stride
+        return list(range(first, first + self._stride))
+
     @property
     def first_of_data(self) -> list[int]:
         """The first rank with each data."""

@@ -23,6 +23,7 @@ BoundInFlight = int | Literal["auto"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]
+StageSharding = Literal["state", "parameters"]
 WrapPolicy = Sequence[str | type[nn.Module]] | set[type[nn.Module]] | None
 CheckpointFormat = Literal["full", "sharded"]
 RankShares = Literal["equal", "auto"] | Sequence[float]
@@ -131,8 +132,18 @@ class PipelinePolicy:
     schedule: PipelineSchedule = "1f1b"
     auto_wrap_policy: WrapPolicy = None
     data_parallel_size: Literal["auto"] | int = "auto"
+    tensor_parallel_size: int = 1
+    shard: StageSharding = "state"
 
     def __post_init__(self) -> None:
+        check(self, "tensor_parallel_size", is_whole(self.tensor_parallel_size, 1), "a whole number of ranks >= 1")
+        check_choices(self, shard=StageSharding)
+        divides = self.tensor_parallel_size > 1 or self.shard == "parameters"
+        if divides and self.schedule in ("zero_bubble", "zbv", "dualpipev"):
+            raise ValueError(
+                f"schedule={self.schedule!r} splits backwards, and FSDP2 and tensor-parallel layers do not take such"
+                " backwards. Set schedule='1f1b', 'gpipe' or 'interleaved'."
+            )
         _check_classes(self, "auto_wrap_policy")
         size = self.data_parallel_size
         check(self, "data_parallel_size", size == "auto" or is_whole(size, 1), "'auto', or a whole number >= 1")

@@ -226,6 +226,13 @@ def fake_mode() -> Any:
     return torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def without_memory(parameter: Tensor, device: torch.device) -> torch.nn.Parameter:
+    """A parameter of the same shape without memory. What is computed with it has a shape and no values, either."""
+    with fake_mode():
+        values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
 # Modules.
 
 
@@ -419,6 +426,21 @@ def _reduce_with_zeros(group: Any, note: Callable[[Tensor], None], *unused: Any)
             if fsdp_param.sharded_param.grad is None:
                 note(fsdp_param.sharded_param)
     type(group).post_backward(group, *unused)
+
+
+def reduce_accumulated(module: nn.Module) -> None:
+    """Makes a sharded module reduce what backwards have accumulated, and free its parameters. Collective.
+
+    torch's pipeline stages do the same for modules that are sharded as a whole.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = cast(Any, module)
+    sharded.set_is_last_backward(True)
+    sharded.set_reshard_after_backward(True)
+    sharded.set_requires_gradient_sync(True)
+    _fsdp_group(module).post_backward()
+    cast(Any, fully_shard).state(module)._root_post_backward_final_callback()
 
 
 def reduce_again(module: nn.Module) -> None:

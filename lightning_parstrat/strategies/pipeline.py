@@ -17,21 +17,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import PipelinePolicy, PipelineSchedule, ShardingPolicy, WrapPolicy
+from lightning_parstrat.core.policy import (
+    PipelinePolicy,
+    PipelineSchedule,
+    ShardingPolicy,
+    StageSharding,
+    WrapPolicy,
+)
 from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
 from lightning_parstrat.core.wording import counted, listed
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.stepping import forget_sharding, needs_closure
+from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
+from lightning_parstrat.distributed.pipeline.sharded_blocks import is_counted
 from lightning_parstrat.distributed.torch_compat import has_memory, multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
@@ -62,6 +71,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             optimizer state, as under ``zero1_custom``. Ranks of one pipeline are as far from each other as can be:
             with 2 pipelines of 2 ranks, these are ranks 0 and 2, and 1 and 3. With ``"auto"`` and numbers in
             ``stages``, there are as many as the ranks allow. With ``"auto"`` for both there is one.
+        tensor_parallel_size: How many consecutive ranks share each layer that the module's tensor-parallel plan names.
+            See :class:`~lightning_parstrat.ZeRO3Strategy`. Layers outside of blocks stay whole.
+        shard: What the ranks of a stage divide. ``"state"`` is the optimizer state. ``"parameters"`` is the blocks'
+            parameters and gradients, too, by torch's FSDP2: they are gathered once in a step. With a
+            ``tensor_parallel_size`` above 1, it is always ``"parameters"``.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -78,6 +92,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         schedule: PipelineSchedule = "1f1b",
         auto_wrap_policy: WrapPolicy = None,
         data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        shard: StageSharding = "state",
         **kwargs: Any,
     ) -> None:
         self._policy = PipelinePolicy(
@@ -86,6 +102,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             schedule=schedule,
             auto_wrap_policy=auto_wrap_policy,
             data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            shard=shard,
         )
         self._steps: PipelineSteps | None = None
         self._held: HeldParts | None = None
@@ -99,6 +117,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f" same data, and a stage each. Set {name}={allowed!r}."
                 )
         self._ranks.pipeline_size = self._size_of_pipeline
+        self._ranks.tensor_parallel_size = tensor_parallel_size
         self._same_data = SameData(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
         self._parts += [self._same_data, self._equal]
@@ -152,13 +171,15 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         stages = self._divide(module, blocks)
         group = subgroup(groups.gradients, grid.pipeline_of(self.global_rank))
         replicas = make_collectives(self._ranks.data_groups.control, torch.device("cpu"))
-        held = HeldParts(module, blocks, stages, groups.gradients, group, self.root_device)
-        cut = CutModule(module, blocks, stages)
+        shards = grid.tensor > 1 or (grid.data > 1 and self._policy.shard == "parameters")
+        held = HeldParts(module, blocks, stages, groups.gradients, group, self.root_device, grid, shards)
+        cut = CutModule(module, held.blocks, stages, held.sharded)
         pipeline = Pipeline(
             cut, stages, held, self._policy.schedule, self._policy.microbatches, group, self.root_device
         )
-        self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank
-        self._steps = PipelineSteps(self, pipeline, held, self._same_data.group, replicas, self._policy.microbatches)
+        self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank * grid.tensor
+        control, number = subgroup(groups.control, grid.pipeline_of(self.global_rank)), self._policy.microbatches
+        self._steps = PipelineSteps(self, pipeline, held, control, replicas, self._of_stage(), number)
         if grid.data > 1:
             # Stages have different buffers, and all ranks of a stage have the same.
             self._equal.begin()
@@ -168,6 +189,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             f" {counted(grid.pipeline, 'rank')}; {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')}"
             f" a batch by {self._policy.schedule}"
         )
+
+    def _of_stage(self) -> Collectives:
+        """The ranks that hold this one's stages. Messages are in host memory. Collective on first use."""
+        ranks = self._ranks.grid.of_stage(self.global_rank)
+        return make_collectives(subgroup(self._ranks.groups.control, ranks), torch.device("cpu"))
 
     def _refuse(self, blocks: dict[str, nn.Module]) -> None:
         """Raises an error for what no pipeline can train, and says what is computed by micro-batch."""
@@ -198,6 +224,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _size_of_pipeline(self, ranks: int) -> int:
         """How many ranks a pipeline has. If no number fits, what is closest to the arguments."""
         stages, pipelines = self._policy.stages, self._policy.data_parallel_size
+        ranks //= self._policy.tensor_parallel_size
         if isinstance(pipelines, str):
             asked = 0 if isinstance(stages, str) else len(stages)
             pipelines = next((n for n in range(1, ranks // 2 + 1) if asked and self._fits(asked, ranks, n)), 1)
@@ -211,10 +238,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _divide(self, module: nn.Module, blocks: dict[str, nn.Module]) -> Stages:
         schedule, ranks, pipelines = self._policy.schedule, self._ranks.grid.pipeline, self._policy.data_parallel_size
-        if not isinstance(pipelines, str) and self.world_size % pipelines:
+        shared = self._policy.tensor_parallel_size
+        if not isinstance(pipelines, str) and self.world_size % (pipelines * shared):
             raise MisconfigurationException(
-                f"data_parallel_size={pipelines} does not divide {counted(self.world_size, 'rank')}. Start a multiple"
-                f" of {pipelines} ranks, or set a divisor."
+                f"data_parallel_size={pipelines} and tensor_parallel_size={shared} need a multiple of"
+                f" {pipelines * shared} ranks, and there are {self.world_size}. Start so many, or set divisors."
             )
         least = 2 if takes_many(schedule) else 1
         asked = self._policy.stages
@@ -248,6 +276,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             MisconfigurationException: An optimizer evaluates the loss again.
         """
         super().setup_optimizers(trainer)
+        if self._held is not None and self._held.sharded is not None:
+            prepare_optimizers(trained(self.optimizers), self._of_stage())
         for optimizer in trained(self.optimizers):
             if needs_closure(optimizer):
                 raise MisconfigurationException(
@@ -272,9 +302,14 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._held.synchronize_shared()
         output: STEP_OUTPUT = steps.train(batch, *args, *kwargs.values())
         self._accumulation.note_output(output)
-        if self._engine is None and steps.has_trained and self._ranks.data_ranks > 1:
+        if self._engine is None and steps.has_trained and self._shards_state:
             self._shard_state()
         return output
+
+    @property
+    def _shards_state(self) -> bool:
+        """Whether optimizer state is divided by this package's engine."""
+        return self._ranks.data_ranks > 1 and self._held is not None and self._held.sharded is None
 
     def _shard_state(self) -> None:
         """Divides the optimizer state of this rank's stages among the ranks that hold them. Collective among these.
@@ -313,6 +348,51 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         output: STEP_OUTPUT = self._pipeline_steps.evaluate("predict_step", batch, *args, *kwargs.values())
         return output
 
+    def _gather_for_evaluation(self) -> None:
+        self._same_data.count_once()
+        if self._held is not None and self._held.sharded is not None:
+            self._held.sharded.gather()
+
+    def _free_after_evaluation(self) -> None:
+        if self._held is not None and self._held.sharded is not None:
+            self._held.sharded.free()
+
+    @override
+    def on_validation_start(self) -> None:
+        """Gathers parameters for the whole validation. Collective."""
+        super().on_validation_start()
+        self._gather_for_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        """Gathers parameters for the whole test. Collective."""
+        super().on_test_start()
+        self._gather_for_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        """Gathers parameters for the whole prediction. Collective."""
+        super().on_predict_start()
+        self._gather_for_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        """Frees parameters."""
+        super().on_validation_end()
+        self._free_after_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        """Frees parameters."""
+        super().on_test_end()
+        self._free_after_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        """Frees parameters."""
+        super().on_predict_end()
+        self._free_after_evaluation()
+
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduces a tensor over the pipelines. Collective. All ranks of a pipeline have the same one."""
@@ -341,7 +421,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the rest of the closure, clips and steps. Or skips the step on all ranks."""
-        if self._engine is None and self._ranks.data_ranks > 1:
+        if self._engine is None and self._shards_state:
             # The first step shards the optimizer, and so must end before `step` of the optimizer's class begins.
             loss = closure()
             return super().optimizer_step(optimizer, lambda: loss, *args, **kwargs)
@@ -360,6 +440,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 # It is counted over all ranks, and those of a pipeline have the same samples.
                 self._engine.reduce_local_gradients(None if scale is None else lambda: scale() * ranks)
             return
+        if ends_window and self._held is not None and self._ranks.data_ranks > 1:
+            self._held.average_outer(self._same_data.data_group)
         factor = self._accumulation.factor_of_mean if ends_window else 1.0
         gradients = [local(one.grad) for one in self._training_module.parameters() if one.grad is not None]
         if gradients and factor != 1.0:
@@ -373,9 +455,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         slots = {} if self._engine is None else self._engine.slots
         grouped = dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])
         own = [slots[p].shard for p in grouped if held.counts(p) and p in slots]
-        # All ranks of a stage have what is not sharded.
-        own += [p for p in grouped if held.counts(p) and p not in slots and self._ranks.data_rank == 0]
-        counted_here = [one.grad for one in own if one is not None and one.grad is not None]
+        grid, rank = self._ranks.grid, self.global_rank
+        own += [p for p in grouped if held.counts(p) and p not in slots and is_counted(p, grid, rank)]
+        counted_here = [local(one.grad) for one in own if one is not None and one.grad is not None]
         collectives = make_collectives(self._ranks.groups.gradients, self.root_device)
         return found._replace(counted=counted_here, device=self.root_device, collectives=collectives)
 

@@ -64,6 +64,14 @@ class Model(zoo.Zoo):
         return {"logits": self.logits(tokens[:, :-1]), "first": tokens[:, 0].tolist()}
 
 
+class Planned(Model):
+    """Ranks may share the layers of its blocks."""
+
+    def build(self) -> None:
+        super().build()
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
 class Named(Block):
     """Returns a dictionary, as Hugging Face's blocks may, and counts its calls."""
 
@@ -130,6 +138,12 @@ class Unfreezes(Model):
         for one in (self.embedding, *self.blocks[:2]):
             one.requires_grad_(self.current_epoch > 0)
         self.position.requires_grad_(self.current_epoch > 0)
+
+
+class UnfreezesOnly(Unfreezes):
+    """FSDP2 refuses blocks that change their input."""
+
+    block = Block
 
 
 class DropsOut(Model):
@@ -209,10 +223,10 @@ def fit(
     return Run(recorder.parameters, recorder.losses, made, trainer), recorder
 
 
-def loader(trainer: Any, dtype: torch.dtype = torch.float32) -> Any:
+def loader(trainer: Any, dtype: torch.dtype = torch.float32, samples: int = SAMPLES) -> Any:
     """The samples in order. The pipelines' batches together are one of a single process."""
     division = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    return zoo.loader(SAMPLES, BATCH // division["num_replicas"], dtype, division["rank"], division["num_replicas"])
+    return zoo.loader(samples, BATCH // division["num_replicas"], dtype, division["rank"], division["num_replicas"])
 
 
 def rank() -> int:

@@ -36,7 +36,9 @@ from tests.strategies.pipelines import (
     Measured,
     Model,
     Normed,
+    Planned,
     Unfreezes,
+    UnfreezesOnly,
     Weighted,
     fit,
     loader,
@@ -67,6 +69,8 @@ pytestmark = pytest.mark.skipif(minor(torch.__version__) < (2, 13), reason="torc
 
 
 TWO: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 2}
+SHARED: dict[str, Any] = {"tensor_parallel_size": 2}
+SHARDED: dict[str, Any] = {**TWO, "shard": "parameters"}
 
 
 class Case(NamedTuple):
@@ -100,6 +104,10 @@ CASES = {
     "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),
     "pipelines": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer={**CLIP, **WINDOW}, strategy=TWO, ranks=(2, 4)),
     "sgd in pipelines": Case(tolerance=5e-6, trainer=CLIP, strategy={**TWO, "schedule": "interleaved"}, ranks=(4,)),
+    "3d": Case(Planned, zoo.adamw, 2e-5, {**CLIP, **WINDOW}, {**SHARDED, **SHARED}, (4, 8)),
+    "3d, sgd": Case(Planned, tolerance=5e-6, trainer=CLIP, strategy={**SHARDED, **SHARED}, ranks=(8,)),
+    "shared": Case(Planned, zoo.adamw, 2e-5, CLIP, {**SHARED, "schedule": "interleaved"}, (4,)),
+    "sharded": Case(UnfreezesOnly, zoo.adamw, 2e-5, CLIP, {**SHARDED, "schedule": "gpipe"}, (4,)),
     "unfrozen in pipelines": Case(Unfreezes, trainer=CLIP, strategy={**TWO, "stages": [1, 3]}, ranks=(4,)),
     **{
         schedule: Case(Lengths, trainer=CLIP, strategy={"schedule": schedule}, ranks=(2,))
@@ -132,12 +140,13 @@ def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> No
     ((expected, losses, logged),) = pool.run(1, train, name, True)
     found = pool.run(ranks, train, name, False)
     assert distance(found[0][0], expected) <= CASES[name].tolerance
-    pipelines = CASES[name].strategy.get("data_parallel_size", 1)
+    pipelines, shared = (CASES[name].strategy.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor"))
     # The first stage of each comes first.
-    means = [torch.stack(each).mean(0) for each in zip(*(one[1] for one in found[:pipelines]), strict=True)]
+    firsts = [one[1] for one in found[: pipelines * shared : shared]]
+    means = [torch.stack(each).mean(0) for each in zip(*firsts, strict=True)]
     assert distance(means, losses) <= 1e-5
     for number, (_, own_losses, own_logged) in enumerate(found):
-        assert distance(own_losses, found[number % pipelines][1]) == 0
+        assert distance(own_losses, firsts[number // shared % pipelines]) == 0
         assert own_logged.keys() == logged.keys()
         assert distance(own_logged, logged) <= 1e-5
 
@@ -156,11 +165,16 @@ class NeverNothing(Weighted):
     least = 1
 
 
-def weighed(pipelines: int) -> Any:
+def weighed(pipelines: int, shard: str = "state") -> Any:
     """A training whose losses have weights: in stages, or as one process that accumulates micro-batches of two."""
     torch.manual_seed(0)
     module = (Weighted if pipelines else NeverNothing)(plain_sgd)
-    own: Any = {"partial_window": "exact", "microbatches": 4 // max(1, pipelines), "data_parallel_size": pipelines}
+    own: Any = {
+        "partial_window": "exact",
+        "microbatches": 4 // max(1, pipelines),
+        "data_parallel_size": pipelines,
+        "shard": shard,
+    }
     strategy = pipeline(**own) if pipelines else ZeRO1Strategy()
     trainer = make_trainer(strategy, accumulate_grad_batches=2 if pipelines else 8, max_epochs=2)
     trainer.fit(module, loader(trainer) if pipelines else zoo.loader(SAMPLES, 2))
@@ -168,10 +182,10 @@ def weighed(pipelines: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_loss_weights_count_over_micro_batches(pool: RankPool, pipelines: int) -> None:
+@pytest.mark.parametrize(("pipelines", "shard"), [(1, "state"), (2, "state"), (2, "parameters")])
+def test_loss_weights_count_over_micro_batches(pool: RankPool, pipelines: int, shard: str) -> None:
     (expected,) = pool.run(1, weighed, 0)
-    assert distance(pool.run(2 * pipelines, weighed, pipelines)[0], expected) <= 2e-6
+    assert distance(pool.run(2 * pipelines, weighed, pipelines, shard)[0], expected) <= 2e-6
 
 
 @pytest.mark.slow
@@ -249,6 +263,9 @@ ROUTES: dict[str, tuple[Any, int]] = {
     "3 stages": (pipeline, 3),
     "interleaved": (lambda: pipeline(schedule="interleaved"), 2),
     "pipelines": (lambda: pipeline(**TWO), 4),
+    "3d": (lambda: pipeline(**SHARDED, **SHARED), 8),
+    "1 x 4 x 2": (lambda: pipeline(**{**SHARDED, **SHARED, "data_parallel_size": 4, "stages": [4]}), 8),
+    "2 x 4 x 1": (lambda: pipeline(**{**SHARDED, "data_parallel_size": 4}), 8),
     "zero1": (zero1, 1),
     "single": (lambda: None, 1),
 }
@@ -261,14 +278,19 @@ SAVED_AND_RESUMED = [
     ("pipelines", "3 stages"),
     ("2 stages", "pipelines"),
     ("pipelines", "zero1"),
+    ("3d", "1 x 4 x 2"),
+    ("3d", "2 x 4 x 1"),
+    ("3d", "single"),
+    ("single", "3d"),
+    ("pipelines", "3d"),
 ]
 
 
 def resume(name: str, epochs: int, resumed: str | None, saved: str | None) -> Any:
     torch.manual_seed(0 if resumed is None else 1)
     trainer = make_trainer(ROUTES[name][0](), max_epochs=epochs, gradient_clip_val=0.05)
-    module = Model(zoo.adamw)
-    trainer.fit(module, loader(trainer), ckpt_path=resumed, weights_only=False)
+    module = Planned(zoo.adamw)
+    trainer.fit(module, loader(trainer, samples=4 * BATCH), ckpt_path=resumed, weights_only=False)
     if saved is not None:
         trainer.save_checkpoint(saved)
     return module.state_dict() if dist.get_rank() == 0 else None
@@ -400,6 +422,27 @@ class ByHand(Model):
         self.automatic_optimization = False
 
 
+class NormsBetween(Block):
+    """A norm that the plan leaves whole, between layers that are cut."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.inner = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.inner * self.up(self.norm(x)))
+
+
+class ScaledBetween(Planned):
+    block = NormsBetween
+
+
+class Watched(Planned):
+    def on_fit_start(self) -> None:
+        for one in self.blocks.parameters():
+            one.register_hook(lambda gradient: gradient / 2)
+
+
 class NoTensor(Model):
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
         return {"samples": batch, "table": torch.zeros(3, 2)}
@@ -433,6 +476,12 @@ REFUSED = {
     "stages": Refused(Model, r"stages=\[1, 1, 2\] are 3 for 2 ranks", {"stages": [1, 1, 2]}),
     "sum of stages": Refused(Model, r"stages=\[1, 1\] are 2 blocks, and the module has 4", {"stages": [1, 1]}),
     "one stage a rank": Refused(Model, "needs a multiple of 2", {"schedule": "interleaved", "stages": [2, 2]}),
+    "no plan": Refused(Model, "needs a plan of the layers that ranks share", SHARED),
+    "whole between cut": Refused(ScaledBetween, "different gradients of blocks.0.inner", SHARED),
+    "hook": Refused(Watched, "A hook is registered on", SHARED),
+    "odd pipelines": Refused(Model, "need a multiple of 3 ranks, and there are 2", {"data_parallel_size": 3}),
+    "odd grid": Refused(Planned, "need a multiple of 4 ranks, and there are 2", {**TWO, **SHARED}),
+    "split backward": Refused(Model, "splits backwards, and FSDP2", {**SHARED, "schedule": "zero_bubble"}),
     "no blocks": Refused(zoo.Recurrent, "has 0 blocks"),
     "16-mixed": Refused(Model, "no loss scale", trainer={"fp16": True}),
     "lbfgs": Refused(Model, "evaluates the loss again", optimizer=torch.optim.LBFGS),

@@ -7,14 +7,14 @@ the ranks that share the others.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
@@ -97,7 +97,7 @@ def _check(part: nn.Module, name: str, row_wise: Sequence[nn.Module], args: Any,
             inner.training = True
         for unit in inner_units:
             unit.reshard()
-    mesh = next(one.device_mesh for _, _, one in own if isinstance(one, DTensor))
+    mesh = next(one.device_mesh for _, _, one in own if _is_cut(one))
     if not draws and not _fits(cut, whole, mesh):
         raise TensorPlanError(
             f"With the layers of its tensor-parallel plan cut, {name!r} computes something else than with whole"
@@ -135,7 +135,8 @@ def _called_with(
         for owner, name, parameter in own:
             setattr(owner, name, nn.Parameter(convert(parameter.detach()), False))
         args, kwargs = copy.deepcopy(inputs)
-        return part.forward(*args, **kwargs), given
+        # Of the class: an object may count its calls.
+        return type(part).forward(part, *args, **kwargs), given
     finally:
         for hook in hooks:
             hook.remove()
@@ -156,6 +157,13 @@ def _generator_states(devices: Iterable[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
+def _is_cut(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks that share layers have different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ()) and parameter.placements[-1].is_shard()
+
+
 class GradientCheck:
     """Compares gradients of whole layers between ranks that share the others: each once, in a training's first steps.
 
@@ -164,11 +172,8 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        sharded = {name: one for name, one in parameters.items() if isinstance(one, DTensor)}
-        cut_layers = {name for name, one in sharded.items() if any(map(Placement.is_shard, one.placements[1:]))}
-        self._left = {name: one for name, one in parameters.items() if name not in cut_layers}
-        cut = (one.device_mesh for one in sharded.values() if one.device_mesh.ndim > 1)
-        self._group = next(cut).get_group("tensor")
+        self._left = {name: one for name, one in parameters.items() if not _is_cut(one)}
+        self._group = next(one.device_mesh for one in parameters.values() if _is_cut(one)).get_group("tensor")
         self._steps = _COMPARED_STEPS
 
     @torch.no_grad()

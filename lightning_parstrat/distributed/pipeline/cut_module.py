@@ -9,7 +9,7 @@ was computed without values must not reach a block or a loss: that is found by i
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
 from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode
 
 
@@ -50,21 +51,31 @@ class CutModule:
         module: The module.
         blocks: Its blocks by their names, in the order in which a step calls them.
         stages: Which blocks a stage has.
+        sharded: Those of this rank, if the ranks of a stage divide them.
     """
 
-    def __init__(self, module: nn.Module, blocks: dict[str, nn.Module], stages: Stages) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: dict[str, nn.Module], stages: Stages, sharded: ShardedBlocks | None = None
+    ) -> None:
         self._module, self._names, self._blocks = module, list(blocks), list(blocks.values())
-        self._stages = stages
+        self._stages, self._sharded = stages, sharded
         within = {buffer for block in self._blocks for buffer in block.buffers()}
         self._outer_buffers = [buffer for buffer in module.buffers() if buffer not in within]
         self._run: _Run | None = None
-        self._had_forward = [vars(block).get("forward") for block in self._blocks]
-        for number, block in enumerate(self._blocks):
+        called = [*enumerate(self._blocks)]
+        # Hooks that gather parameters have come before, and see what a block returns.
+        self._hooks = [block.register_forward_hook(functools.partial(self._end, number)) for number, block in called]
+        if sharded is not None:
+            called += [(self._names.index(name), block) for name, block in sharded.originals.items()]
+        self._had_forward = [(block, vars(block).get("forward")) for _, block in called]
+        for number, block in called:
             vars(block)["forward"] = functools.partial(self._call, number, block.forward)
 
     def close(self) -> None:
         """Gives the blocks their own forward again."""
-        for block, before in zip(self._blocks, self._had_forward, strict=True):
+        for hook in self._hooks:
+            hook.remove()
+        for block, before in self._had_forward:
             if before is None:
                 vars(block).pop("forward", None)
             else:
@@ -99,8 +110,9 @@ class CutModule:
                 raise _Cut(output)
             return output
 
-        if ends:
-            self._running(run, step, note)
+        with nullcontext() if self._sharded is None else self._sharded.originals_in_place():
+            if ends:
+                self._running(run, step, note)
         for attributes, values in kept:
             _restore(attributes, values)
         _copy_back(buffers)
@@ -196,11 +208,16 @@ class CutModule:
                 " checkpointing needs `use_reentrant=False`. Freeze parameters of blocks that run in `torch.no_grad()`."
             )
         run.seed(2 * number + 1)
-        output = forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    def _end(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
+        """Runs after a block, and what hooks do with its output."""
+        run = self._run
+        if run is None or self._note is not None or number < run.own.start:
+            return
         if number == run.own.stop - 1 and not run.is_last:
             raise _Cut(output)
         run.seed(2 * number + 2)
-        return output
 
     def _refuse_without_values(self, tree: Any, what: str) -> None:
         if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.core.stages import Stages, balanced
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank_for_each
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -15,7 +16,8 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
-from lightning_parstrat.distributed.torch_compat import fake_mode, has_memory, take_over_attributes
+from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
+from lightning_parstrat.distributed.torch_compat import has_memory, take_over_attributes, without_memory
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
@@ -99,13 +101,6 @@ def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
                 setattr(part, name, new)
 
 
-def _without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """A parameter of the same shape without memory. What is computed with it has a shape and no values, either."""
-    with fake_mode():
-        values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-
 @torch.no_grad()
 def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Gives each rank rank 0's values of what it holds, and no memory for other parameters. Collective.
@@ -120,7 +115,7 @@ def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessG
         values = values.contiguous()
         dist.broadcast(values, group=group, group_src=0)
         if old not in held:
-            _replace(module, old, _without_memory(old, device))
+            _replace(module, old, without_memory(old, device))
             refuse_uses(old)
         elif has_memory(old):
             old.data = values
@@ -146,9 +141,11 @@ class HeldParts:
         everyone: All ranks. They get the values of the first one.
         group: The ranks of this pipeline, one of those that have different data.
         device: The device on which the module is to train.
+        grid: Where ranks lie.
+        shards: Whether the ranks of a stage divide its blocks.
 
     Raises:
-        ValueError: A parameter on rank 0 has no values.
+        ValueError: A parameter on rank 0 has no values. Or blocks cannot be divided.
     """
 
     def __init__(
@@ -159,17 +156,27 @@ class HeldParts:
         everyone: dist.ProcessGroup,
         group: dist.ProcessGroup,
         device: torch.device,
+        grid: Grid,
+        shards: bool,
     ) -> None:
         self._module, self._group, self._device = module, group, device
-        self._blocks, self._stages = list(blocks.values()), stages
+        self._stages = stages
         self._rank = rank = dist.get_rank(group)
-        before = _ranks_of(module, self._blocks, stages)
+        before = _ranks_of(module, list(blocks.values()), stages)
         _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, everyone, device)
+        own = {one for number, one in enumerate(blocks) if stages.rank_of(stages.stage_of(number)) == rank}
+        self.sharded: ShardedBlocks | None = None
+        """This rank's blocks, if the ranks of a stage divide them."""
+        if shards:
+            own_blocks = {name: one for name, one in blocks.items() if name in own}
+            self.sharded = ShardedBlocks(module, own_blocks, grid, everyone, device)
+        self.blocks = blocks if self.sharded is None else {**blocks, **self.sharded.copies}
+        """All blocks by their names, as they are in the module now."""
+        self._blocks = list(self.blocks.values())
         self.ranks_of = _ranks_of(module, self._blocks, stages)
         """The ranks that hold each parameter."""
         self._buffers_began = {name: buffer.clone() for name, buffer in self._outer_buffers()}
-        own = [stages.rank_of(stages.stage_of(number)) == rank for number in range(len(blocks))]
-        self.own_blocks = {name: one for (name, one), is_own in zip(blocks.items(), own, strict=True) if is_own}
+        self.own_blocks = {name: one for name, one in self.blocks.items() if name in own}
 
     @property
     def _shared(self) -> list[nn.Parameter]:
@@ -205,10 +212,15 @@ class HeldParts:
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters with which a stage of this rank computes."""
         blocks = [self._blocks[number] for number in self._stages.blocks(stage)]
-        outer = [one for one in self._module.parameters() if self._rank in self.ranks_of[one]]
-        within = {one for block in self._blocks for one in block.parameters()}
         own = dict.fromkeys(one for block in blocks for one in block.parameters())
-        return [*own, *(one for one in outer if one not in within)]
+        return [*own, *self._outer]
+
+    @property
+    def _outer(self) -> list[nn.Parameter]:
+        """The parameters of this rank that are in no block."""
+        within = {one for block in self._blocks for one in block.parameters()}
+        outer = (one for one in self._module.parameters() if one not in within)
+        return [one for one in outer if self._rank in self.ranks_of[one]]
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank counts a parameter: one of those that hold it does."""
@@ -237,7 +249,7 @@ class HeldParts:
                 continue
             self.ranks_of[parameter] = used
             if self._rank not in used:
-                new = dropped[parameter] = _without_memory(parameter, self._device)
+                new = dropped[parameter] = without_memory(parameter, self._device)
                 _replace(self._module, parameter, new)
                 refuse_uses(parameter)
                 self.ranks_of[new] = self.ranks_of.pop(parameter)
@@ -253,14 +265,28 @@ class HeldParts:
             if self._rank not in ranks:
                 continue
             alike = [one for one in self._shared if self.ranks_of[one] == ranks]
-            group = subgroup(self._group, ranks)
-            used = torch.tensor([one.grad is not None for one in alike], dtype=torch.int32, device=self._device)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-            for parameter, is_used in zip(alike, used.tolist(), strict=True):
-                if is_used:
-                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                    dist.all_reduce(gradient, group=group)
-                    parameter.grad = gradient
+            self._sum(alike, subgroup(self._group, ranks))
+
+    @torch.no_grad()
+    def average_outer(self, group: dist.ProcessGroup) -> None:
+        """Takes the mean of gradients of what is in no block. Collective: the bytes of these gradients.
+
+        Args:
+            group: The ranks that hold the same stages.
+        """
+        self._sum(self._outer, group)
+        for parameter in self._outer:
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size(group)
+
+    def _sum(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32, device=self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                dist.all_reduce(gradient, group=group)
+                parameter.grad = gradient
 
     @torch.no_grad()
     def synchronize_shared(self) -> None:
@@ -283,6 +309,8 @@ class HeldParts:
         Returns:
             The new parameters, by those that had no memory.
         """
+        if self.sharded is not None:
+            self.sharded.close()
         made: dict[Tensor, nn.Parameter] = {}
         for name, parameter in list(self._module.named_parameters()):
             if not has_memory(parameter):

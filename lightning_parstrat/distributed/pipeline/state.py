@@ -13,20 +13,23 @@ from lightning_parstrat.distributed.pipeline.holders import HeldParts
 
 
 @torch.no_grad()
-def gather_module_state(module: nn.Module, parts: HeldParts, control: dist.ProcessGroup) -> dict[str, Any]:
+def gather_module_state(
+    module: nn.Module, own: dict[str, Any], parts: HeldParts, control: dist.ProcessGroup
+) -> dict[str, Any]:
     """The module's state dict on rank 0's host, nothing elsewhere. Collective: each rank sends what it holds.
 
     Args:
         module: The module.
+        own: Its state on this rank.
         parts: What this rank holds of it.
         control: The ranks of the pipeline. Messages are in host memory.
     """
-    state: dict[str, Any] = module.state_dict()
+    state = dict(own)
     parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = parts.holders_of_buffers(control)
     for name, value in state.items():
         if name in parameters:
-            state[name] = _on_first(parameters[name], parts.ranks_of[parameters[name]][0], control)
+            state[name] = _on_first(value, parts.ranks_of[parameters[name]][0], control)
         elif isinstance(value, Tensor):
             state[name] = _on_first(value, buffers.get(name, 0), control)
     return state if dist.get_rank(control) == 0 else {}

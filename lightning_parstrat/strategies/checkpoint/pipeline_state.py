@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.state import gather_state_dict, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import is_sharded, sharding_of
+from lightning_parstrat.distributed.fsdp import state as fsdp_state
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.state import gather_module_state, gather_optimizer_state
 from lightning_parstrat.distributed.torch_compat import has_memory
@@ -49,28 +48,40 @@ class PipelineState(TrainingState):
         return parts
 
     @property
+    def _is_first(self) -> bool:
+        """Whether this rank is in the pipeline of rank 0."""
+        return 0 in self._ranks.grid.pipeline_of(self._ranks.rank)
+
+    @property
     def _group(self) -> Any:
         """The ranks of this rank's pipeline. The first one has rank 0 among them."""
         return subgroup(self._ranks.groups.control, self._ranks.grid.pipeline_of(self._ranks.rank))
 
     @override
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
-        if self._ranks.data_rank:
-            return {}
-        return gather_module_state(self._strategy.lightning_module, self._held, self._group)
+        module, keeps = self._strategy.lightning_module, self._is_first
+        if self._held.sharded is None:
+            state = module.state_dict() if keeps else {}
+        else:
+            state = fsdp_state.gather_module_state(module, keeps)
+        return gather_module_state(module, state, self._held, self._group) if keeps else {}
 
     @override
     def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
-        parameters = list(grouped_parameters(optimizer))
-        shards = sharding_of(optimizer).shards if is_sharded(optimizer) else None
-        state = optimizer.state_dict() if shards is None else gather_state_dict(optimizer, shards)
-        if self._ranks.data_rank:
+        parameters, keeps = list(grouped_parameters(optimizer)), self._is_first
+        if is_sharded(optimizer):
+            state = gather_state_dict(optimizer, sharding_of(optimizer).shards)
+        elif self._held.sharded is not None:
+            state = fsdp_state.gather_optimizer_state(optimizer.state_dict(), keeps)
+        else:
+            state = optimizer.state_dict()
+        if not keeps:
             return {**state, "state": {}}
         return gather_optimizer_state(state, parameters, self._held, self._group)
 
     @override
     def own_part(self, optimizer: Optimizer, state: dict[str, Any], is_mapped: bool) -> dict[str, Any]:
         held = {number for number, parameter in enumerate(grouped_parameters(optimizer)) if has_memory(parameter)}
+        own = {number: one for number, one in state["state"].items() if number in held}
         # Copied: a checkpoint may be mapped from its file.
-        own = {number: replace_leaves(one, torch.clone) for number, one in state["state"].items() if number in held}
-        return {**state, "state": own}
+        return fsdp_state.shard_optimizer_state(optimizer, {**state, "state": own})

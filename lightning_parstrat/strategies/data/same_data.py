@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
@@ -67,6 +68,12 @@ class SameData(Part):
             )
         if self._is_alone:
             return
+        if size > 1 and self._strategy.num_nodes > 1 and self._strategy.num_processes % size:
+            rank_zero_warn(
+                f"{self._ranks.flag}: some of the {size} ranks that share layers are on other nodes, and send"
+                " activations in each layer. Set a divisor of the devices of a node"
+                f" ({self._strategy.num_processes}) as tensor_parallel_size."
+            )
         if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
             raise MisconfigurationException(
                 f"{self._shares} get the same batch, and a `training_step` with `dataloader_iter` draws its own. Take"

@@ -66,7 +66,8 @@ class PipelineSteps:
         pipeline: Runs the stages of this rank.
         parts: What this rank holds of the module.
         control: The ranks of the pipeline. Messages are in host memory.
-        replicas: The ranks that hold the same stages. Messages are in host memory.
+        replicas: The ranks that do the same with other data. Messages are in host memory.
+        of_stage: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
     """
 
@@ -77,10 +78,12 @@ class PipelineSteps:
         parts: HeldParts,
         control: Any,
         replicas: Collectives,
+        of_stage: Collectives,
         micro_batches: int,
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
-        self._control, self._replicas, self._micro_batches = control, replicas, micro_batches
+        self._control, self._replicas, self._of_stage = control, replicas, of_stage
+        self._micro_batches = micro_batches
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
@@ -127,8 +130,13 @@ class PipelineSteps:
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
+        sharded = self._parts.sharded
+        if sharded is not None:
+            sharded.gather()
         with _random_numbers(self._strategy.root_device) as seed:
             self._pipeline.train(step, loss, shapes, seed)
+        if sharded is not None:
+            sharded.reduce(self._replicas, self._of_stage)
         if not self.has_trained and self._pipeline.fault is None:
             self._pipeline.fault = self._left.fault()
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
@@ -161,7 +169,13 @@ class PipelineSteps:
         values, weights = zip(*losses.values(), strict=True)
         is_weighed = any(isinstance(weight, float) for weight in weights)
         total = sum(weights)
-        mean = mean_over(values, weights) if total else torch.zeros(())
+        sharded = self._parts.sharded
+        if is_weighed and sharded is not None and sharded.are_sharded:
+            # Shards have the mean over pipelines of what is weighed by the losses' own weights.
+            totals = torch.tensor([total], dtype=torch.float64)
+            self._replicas.all_reduce(totals).wait()
+            total = float(totals) / self._replicas.world_size
+        mean = mean_over(values, weights) if sum(weights) else torch.zeros(())
         scale = (1 / total if total else 1.0) if is_weighed else 1.0
         loss = replayed(mean.to(self._strategy.root_device), gradients, scale)
         return {"loss": loss, LOSS_WEIGHT: total} if is_weighed else loss

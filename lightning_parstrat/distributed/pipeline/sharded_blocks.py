@@ -1,0 +1,217 @@
+"""Blocks of a stage whose layers or parameters are divided among ranks: by a tensor-parallel plan, and by FSDP2.
+
+Copies of the blocks are divided, and take the blocks' places in the module until the training ends. The blocks
+themselves have no values meanwhile: they show shapes, and become whole again.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lightning_parstrat.core.grid import Grid
+from lightning_parstrat.distributed.comm.agreement import any_rank_for_each
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.process_groups import subgroup
+from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
+from lightning_parstrat.distributed.fsdp.tensor_checks import GradientCheck
+from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
+from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions
+from lightning_parstrat.distributed.torch_compat import (
+    has_hooks,
+    reduce_accumulated,
+    reduce_unused_too,
+    take_over_attributes,
+    without_memory,
+)
+
+
+class ShardedBlocks:
+    """A rank's blocks, divided over the ranks of its stage. The constructor is collective among these.
+
+    Parameters are gathered once in a step, and gradients are reduced once. Between steps a rank has its shards alone.
+
+    Args:
+        module: The module. Copies of blocks take the blocks' places in it.
+        blocks: This rank's blocks by their names, with values.
+        grid: Where ranks lie.
+        group: All ranks.
+        device: The device on which the module trains.
+
+    Raises:
+        ValueError: A block has a parameter that is also used elsewhere. Or the tensor-parallel plan does not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        grid: Grid,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        _refuse_shared(module, blocks)
+        mesh = _mesh_of(grid, group, device)
+        self.originals = dict(blocks)
+        """The blocks by their names. They have no values."""
+        self.copies: dict[str, nn.Module] = {}
+        """What takes their places."""
+        for name, block in blocks.items():
+            self.copies[name] = made = copy.deepcopy(block)
+            for parameter, own_copy in zip(block.parameters(), made.parameters(), strict=True):
+                take_over_attributes(parameter, own_copy)
+            for part in block.modules():
+                for own, parameter in list(part.named_parameters(recurse=False)):
+                    shown = without_memory(parameter, device)
+                    take_over_attributes(parameter, shown)
+                    setattr(part, own, shown)
+                    refuse_uses(parameter)
+            module.set_submodule(name, self.copies[name])
+        planned = _planned(module, self.copies, grid.tensor) if grid.tensor > 1 else []
+        for one in planned:
+            parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
+        self._zeroed: set[Tensor] = set()
+        self._sharded: list[FSDPModule] = []
+        for block in self.copies.values() if grid.data > 1 else ():
+            precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(block, mesh=mesh["data"], reshard_after_forward=False, mp_policy=precision)
+            reduce_unused_too(block, self._zeroed.add)
+            self._sharded.append(cast(FSDPModule, block))
+        # So gathered tensors are never those of an inference, which no backward can use.
+        self.gather()
+        self.free()
+        self._regions: TensorRegions | None = None
+        self._check: GradientCheck | None = None
+        if planned:
+            self._regions = TensorRegions(module, planned, device)
+            named = {f"{name}.{own}": p for name, block in self.copies.items() for own, p in block.named_parameters()}
+            self._check = GradientCheck(named)
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether parameters are shards between steps."""
+        return bool(self._sharded)
+
+    def gather(self) -> None:
+        """Gathers the blocks' parameters. Collective among ranks with other data: the bytes of the blocks.
+
+        Raises:
+            ValueError: A parameter has a hook.
+        """
+        for name, parameter in ((n, one) for block in self.copies.values() for n, one in block.named_parameters()):
+            if has_hooks(parameter):
+                raise ValueError(
+                    f"A hook is registered on {name!r} of a block, and the ranks of a stage have parts of its gradient."
+                    " Remove the hook, or set shard='state' and tensor_parallel_size=1."
+                )
+        for block in self._sharded:
+            block.set_is_last_backward(False)
+            block.set_reshard_after_backward(False)
+            block.set_requires_gradient_sync(False)
+            block.unshard()
+
+    def free(self) -> None:
+        """Frees gathered parameters. Not collective."""
+        for block in self._sharded:
+            block.reshard()
+
+    def reduce(self, replicas: Collectives, of_stage: Collectives) -> None:
+        """Leaves the means of a step's gradients in the shards, and frees gathered parameters.
+
+        Collective among the ranks of a stage. Those with other data send the bytes of the blocks.
+
+        Args:
+            replicas: The ranks with other data. Messages are in host memory.
+            of_stage: The ranks of the stage. Messages are in host memory.
+
+        Raises:
+            TensorPlanError: Ranks that share layers have different gradients of whole ones.
+        """
+        self._zeroed.clear()
+        for block in self._sharded:
+            reduce_accumulated(cast(nn.Module, block))
+        parameters = [one for block in self._sharded for one in cast(nn.Module, block).parameters()]
+        if parameters:
+            used = any_rank_for_each([one not in self._zeroed for one in parameters], replicas)
+            for parameter, is_used in zip(parameters, used, strict=True):
+                parameter.grad = parameter.grad if is_used else None
+        if self._check is not None:
+            every: list[Tensor] = [one for block in self.copies.values() for one in block.parameters()]
+            own = {one for one in every if one.grad is not None}
+            self._check.compare(own, of_stage)
+
+    @contextmanager
+    def originals_in_place(self) -> Iterator[None]:
+        """Within it, the module has its own blocks, without values. Not collective."""
+        self._put_originals()
+        try:
+            yield
+        finally:
+            for name, block in self.copies.items():
+                self._module.set_submodule(name, block)
+
+    def close(self) -> None:
+        """Gives the module its own blocks again. Not collective."""
+        if self._regions is not None:
+            self._regions.remove()
+        self._put_originals()
+
+    def _put_originals(self) -> None:
+        for name, block in self.originals.items():
+            for part, made in zip(block.modules(), self.copies[name].modules(), strict=True):
+                # What a program has set since: whether a block trains, and its own counts.
+                vars(part).update({key: one for key, one in vars(made).items() if isinstance(one, _SIMPLE)})
+            for parameter, own_copy in zip(block.parameters(), self.copies[name].parameters(), strict=True):
+                parameter.requires_grad_(own_copy.requires_grad)
+            self._module.set_submodule(name, block)
+
+
+_SIMPLE = (bool, int, float, str, Tensor, type(None))
+
+
+def is_counted(parameter: Tensor, grid: Grid, rank: int) -> bool:
+    """Whether a rank counts its part of a parameter of its stage: each element is counted once. Not collective."""
+    names: Any = ()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        names = mesh.mesh_dim_names or ()
+        if any(place.is_replicate() and mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements)):
+            return False
+    is_first_column = "tensor" in names or rank % grid.tensor == 0
+    return is_first_column and ("data" in names or grid.data_rank(rank) == 0)
+
+
+def _mesh_of(grid: Grid, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The ranks of this rank's stage: those with other data, by those that share its layers. Collective among them."""
+    rank = dist.get_rank(group)
+    groups = [subgroup(group, grid.with_other_data(rank)), subgroup(group, grid.sharing_layers(rank))]
+    rows = torch.tensor([grid.sharing_layers(one) for one in grid.with_other_data(rank)])
+    return DeviceMesh.from_group(groups, device.type, mesh=rows, mesh_dim_names=("data", "tensor"))
+
+
+def _refuse_shared(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    owners: dict[Tensor, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        block = next((one for one in blocks if name.startswith(f"{one}.")), "")
+        owners.setdefault(parameter, set()).add(block)
+        if len(owners[parameter]) > 1:
+            raise ValueError(
+                f"{name!r} is a parameter of several blocks, or of a block and of what is in no block. Such blocks"
+                " cannot be divided. Set shard='state' and tensor_parallel_size=1."
+            )
+
+
+def _planned(module: nn.Module, copies: Mapping[str, nn.Module], ranks: int) -> list[PlannedLayer]:
+    """The layers of this rank's blocks that are cut. Others of the plan stay whole, if their code does not notice."""
+    planned = find_plan(module, ranks, ())
+    blocks = tuple(f"{name}." for name in copies)
+    return [one for one in planned if one.name.startswith(blocks)]
