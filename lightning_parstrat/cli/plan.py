@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
-from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, pipeline, zero1, zero3
+from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, grids, pipeline, zero1, zero3
 from lightning_parstrat.core.policy import DivisionPolicy, ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
@@ -25,8 +25,9 @@ fit it recommends the one that shards least. Activations are not counted: leave 
 
 With --config the numbers are those of the module of a LightningCLI configuration, which is made without memory for its
 parameters. --accumulate adds zero2_custom, which shards the gradients that are held between micro-batches.
---activations adds pipeline_custom, which sends them between stages, for a batch that all ranks share. --rank-shares
-shows what equal shares of the samples cost if ranks are unequally fast.
+--activations adds pipeline_custom, which sends them between stages, for all its grids of ranks: the ranks of a
+pipeline, the number of pipelines, and the ranks that share layers. --rank-shares shows what equal shares of the samples
+cost if ranks are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LAYERS = 32
@@ -107,9 +108,11 @@ def run(arguments: Namespace) -> int:
 
 def footprints(training: Training) -> list[Footprint]:
     """The footprints of all strategies, from the least sharding to the most. One alone has tensor parallelism."""
+    possible = grids(training.ranks, training.tensor_ranks) if training.activations else []
+    # A module with fewer blocks has no such stages.
+    in_stages = [pipeline(training, grid) for grid in possible if training.stages.get(grid.pipeline) != 0]
     if training.tensor_ranks > 1:
-        return [zero3(training)]
-    in_stages = [pipeline(training)] if training.activations and training.ranks > 1 else []
+        return [zero3(training), *in_stages]
     of_zero = [zero1(training), *([zero1(training, True)] if training.micro_batches > 1 else [])]
     return [ddp(training, tuned=False), ddp(training, tuned=True), *of_zero, zero3(training), *in_stages]
 
@@ -129,15 +132,14 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
             f" {amount(least.held)} of it between steps. If most of it is held between steps, take more ranks, or"
             " --precision bf16-true. Otherwise take smaller units, by `auto_wrap_policy` of zero3_custom."
         )
+    if training.ranks > 1 and (faster := _better_in_stages(by_name, fitting)) is not None:
+        return "pipeline_custom", f"Recommended: {faster}"
     if training.tensor_ranks > 1:
         return "zero3_custom", "Recommended: strategy=zero3_custom. The others cut no layers."
     tuned, sharded = by_name["ddp_tuned"], by_name["zero1_custom"]
     if training.ranks == 1:
         return "none", "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
     choice, why = fitting[0], "It shards least of those that fit."
-    faster = _better_in_stages(by_name, fitting)
-    if faster is not None:
-        return "pipeline_custom", f"Recommended: strategy=pipeline_custom. {faster}"
     if room is None:
         choice, why = "zero1_custom", "No --memory was given, so it is not known what fits; it leaves more room."
     # The model of times cannot tell a difference below 2 %.
@@ -156,17 +158,27 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
 
 def _better_in_stages(rows: Mapping[str, dict[str, Any]], fitting: list[str]) -> str | None:
     """Why a pipeline is best: it alone fits, or it trains more samples a second than what else fits."""
-    if fitting == ["pipeline_custom"]:
-        return "It alone fits: each rank holds its stages alone."
     speeds = {name: rows[name]["speed_up"] or 0.0 for name in fitting}
-    own = speeds.pop("pipeline_custom", 0.0)
-    best = max(speeds, key=lambda name: speeds[name])
-    if own <= 1.02 * speeds[best]:
+    in_stages = [name for name in fitting if name.startswith("pipeline_custom")]
+    others = [name for name in fitting if name not in in_stages]
+    if not in_stages:
+        return None
+    own = max(in_stages, key=lambda name: speeds[name])
+    strategy = f"strategy={own}" if own == "pipeline_custom" else _in_grid(own)
+    if not others:
+        return f"{strategy}. It alone fits: each rank holds its stages alone."
+    best = max(others, key=lambda name: speeds[name])
+    if speeds[own] <= 1.02 * speeds[best]:
         return None
     return (
-        f"It trains {own / speeds[best]:.1f} times as many samples a second as {best}: it sends activations, and no"
-        " gradients. All ranks have one batch (docs/pipeline.md)."
+        f"{strategy}. It trains {speeds[own] / speeds[best]:.1f} times as many samples a second as {best}: between"
+        " stages it sends activations, and no gradients. All ranks of a pipeline have one batch (docs/pipeline.md)."
     )
+
+
+def _in_grid(name: str) -> str:
+    _, data, tensor = re.findall(r"\d+", name)
+    return f"PipelineStrategy(data_parallel_size={data}, tensor_parallel_size={tensor})"
 
 
 def _training(arguments: Namespace) -> tuple[Training, str]:
@@ -266,10 +278,10 @@ def _row(one: Footprint, room: float | None, rate: float | None, arguments: Name
         "sent_bytes": round(one.sent),
         "wire_seconds": None if rate is None else one.on_link / rate,
         "step_seconds": seconds,
-        # Ranks of a pipeline train one batch together.
+        # The ranks of a pipeline, and those that share layers, train one batch together.
         "speed_up": None
         if seconds is None
-        else arguments.world_size / one.stages * arguments.compute_seconds / seconds,
+        else arguments.world_size / (one.stages * one.sharing) * arguments.compute_seconds / seconds,
         "fits": None if room is None else one.peak <= room,
     }
 

@@ -82,7 +82,7 @@ def read_module(path: Path, class_path: str | None, tensor_ranks: int | None, ra
         root=root,
         unit=unit,
         tensor_ranks=tensor_ranks,
-        stage=largest_stage(module, ranks),
+        stages={size: largest_stage(module, size) for size in range(1, ranks + 1) if ranks % size == 0},
         cut=sum(one.numel() for planned in layers for one in planned.layer.parameters()),
     )
     return training, optimizer

@@ -4,8 +4,11 @@ Three things are not counted: activations, padding of a few elements, and tempor
 et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3 and 5.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from lightning_parstrat.core.grid import Grid
 
 _BACKWARD = 2 / 3
 """Share of backward in a step's computation. A backward computes gradients of inputs and of weights: two forwards."""
@@ -51,7 +54,8 @@ class Training:
         root: Elements that ``zero3_custom`` gathers from the beginning of a step to its end.
         unit: Elements of the largest unit that ``zero3_custom`` gathers by itself.
         in_flight: Bytes of gradients that may be in flight at a time under ``zero2_custom``.
-        stage: Trained elements of the largest stage under ``pipeline_custom``. By default, an equal part.
+        stages: Trained elements of the largest stage under ``pipeline_custom``, by the number of stages. By default,
+            an equal part.
         activations: Bytes of the activations that one stage sends for a batch. 0 if they are not known.
         pieces: Micro-batches into which ``pipeline_custom`` cuts a batch.
     """
@@ -70,7 +74,7 @@ class Training:
     root: int = 0
     unit: int = 0
     in_flight: int = 0
-    stage: int = 0
+    stages: Mapping[int, int] = field(default_factory=dict)
     activations: float = 0.0
     pieces: int = 4
 
@@ -103,8 +107,10 @@ class Footprint(NamedTuple):
         reductions: How often a step reduces gradients.
         forwards: How many forwards of a step communication hides behind.
         behind_forward: The share of ``sent`` that is sent behind forwards.
-        stages: Ranks that divide one batch among them, instead of a batch each.
+        stages: Ranks whose stages one batch passes, instead of a batch each.
         pieces: Micro-batches into which they cut it.
+        sharing: Ranks that share the layers of a stage.
+        summed: The part of ``on_link`` that is sent when the last backward has ended.
     """
 
     strategy: str
@@ -118,6 +124,8 @@ class Footprint(NamedTuple):
     behind_forward: float = 0.0
     stages: int = 1
     pieces: int = 1
+    sharing: int = 1
+    summed: float = 0.0
 
     def step_seconds(self, compute_seconds: float, bytes_per_second: float, micro_batches: int = 1) -> float:
         """A step's time, if all communication that can hide behind computation does.
@@ -134,7 +142,9 @@ class Footprint(NamedTuple):
         if self.stages > 1:
             # The first piece passes all stages before the last stage is busy: GPipe, section 2.3.
             rounds = (self.pieces + self.stages - 1) / self.pieces
-            return rounds * (compute_seconds / self.stages + self.on_link / bytes_per_second)
+            passed = (self.on_link - self.summed) / bytes_per_second
+            computed = compute_seconds / (self.stages * self.sharing)
+            return rounds * (computed + passed) + self.summed / bytes_per_second
         seconds, of_one = self.on_link / bytes_per_second, compute_seconds / micro_batches
         forward = self.behind_forward * seconds - self.forwards * (1 - _BACKWARD) * of_one
         backward = (1 - self.behind_forward) * seconds - self.reductions * _BACKWARD * of_one
@@ -224,14 +234,42 @@ def zero3(training: Training) -> Footprint:
     )
 
 
-def pipeline(training: Training) -> Footprint:
-    """Under ``pipeline_custom``, a rank has a stage's parameters, gradients and state. Middle stages send both ways."""
-    widths, ranks = training.widths, training.ranks
-    count = training.stage or training.parameters / ranks
-    held = (2 + training.values) * widths.parameter * count + widths.parameter * training.frozen / ranks
-    held += widths.parameter * training.buffers
-    sent = training.activations * training.micro_batches * (2 if ranks > 2 else 1)
-    peak = held + widths.cast * count
+def pipeline(training: Training, grid: Grid) -> Footprint:
+    """Under ``pipeline_custom``, a rank has a stage's parameters, gradients and state. Middle stages send both ways.
+
+    The ranks of a stage divide the state, or all three if they share layers.
+    """
+    widths, stages, data = training.widths, grid.pipeline, grid.data
+    left = 1 - (1 - 1 / grid.tensor) * training.cut / (training.parameters + training.frozen)
+    count = left * training.stages.get(stages, training.parameters / stages)
+    fixed = widths.parameter * (left * training.frozen / stages + training.buffers)
+    whole = widths.parameter * count
+    # Between steps gradients are in shards, and within one they are whole.
+    held = fixed + whole / (data if grid.tensor > 1 else 1) + (1 + training.values) * whole / data
+    within = 0.0 if data == 1 else (2 if grid.tensor > 1 else 1) * whole
+    passed = training.activations * training.micro_batches * (2 if stages > 2 else 1)
+    summed = 2 * (data - 1) / data * whole
+    # Several ranks of a node have the next stage on another node. Ranks with other data may be on one node.
+    of_stage, devices = data * grid.tensor, training.devices
+    nodes = max(1, of_stage // devices)
+    summed_on_link = 2 * (nodes - 1) / nodes * whole * grid.tensor if training.nodes > 1 else summed
+    on_link = passed * min(devices, of_stage) if training.nodes > 1 else passed
+    name = "pipeline_custom" if of_stage == 1 else f"pipeline_custom {stages} x {data} x {grid.tensor}"
     return Footprint(
-        "pipeline_custom", peak, held, held, sent, sent, stages=ranks, pieces=training.pieces * training.micro_batches
+        name,
+        held + within + widths.cast * count,
+        held,
+        held + (whole if data > 1 else 0),
+        passed + summed,
+        on_link + summed_on_link,
+        stages=stages,
+        pieces=training.pieces * training.micro_batches,
+        sharing=grid.tensor,
+        summed=summed_on_link,
     )
+
+
+def grids(ranks: int, tensor: int) -> list[Grid]:
+    """All ways to divide ranks into pipelines of two stages or more, if so many ranks share layers."""
+    sizes = (size for size in range(ranks // tensor, 1, -1) if ranks % (size * tensor) == 0)
+    return [Grid(ranks=ranks, pipeline=size, tensor=tensor) for size in sizes]

@@ -302,3 +302,23 @@ def test_a_pipeline_wins_on_a_slow_network_and_loses_on_a_fast_one(capsys: pytes
     fast = plan(capsys, 0, f"{PIPELINE} --bandwidth 800Gbit")
     assert fast["recommended"] != "pipeline_custom"
     assert fast["zero1_custom"]["speed_up"] > fast["pipeline_custom"]["speed_up"]
+
+
+def test_grids_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--parameters 1B --world-size 64 --devices-per-node 8 --compute-seconds 1 --activations 8MB"
+    words += " --microbatches 16 --bandwidth 10Gbit --tensor-parallel 2 --memory 10GB"
+    found = plan(capsys, 0, words)
+    grids = [f"pipeline_custom {stages} x {32 // stages} x 2" for stages in (32, 16, 8, 4, 2)]
+    assert [row["strategy"] for row in found["estimates"]] == ["zero3_custom", *grids]
+    # Four ranks with other data divide an eighth of the model, and share its layers by twos: all on one node.
+    one = found[grids[2]]
+    assert one["held_bytes"] == pytest.approx(16 * 10**9 / 64) and one["fits"]
+    passed = 2 * 8e6 * 8 / (10e9 / 8)
+    assert one["wire_seconds"] == pytest.approx(passed)
+    assert one["step_seconds"] == pytest.approx(23 / 16 * (1 / 16 + passed))
+    # With two stages, those with other data are on four nodes.
+    gradients = 2 * 3 / 4 * 4 * 10**9 / 4 * 2 / (10e9 / 8)
+    assert found[grids[4]]["wire_seconds"] == pytest.approx(passed / 2 + gradients)
+    assert found["recommended"] == "pipeline_custom"
+    best = max(grids, key=lambda name: found[name]["speed_up"])
+    assert f"data_parallel_size={best.split()[3]}, tensor_parallel_size=2)" in found["why"]

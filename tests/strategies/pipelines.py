@@ -10,6 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_parstrat import PipelineStrategy
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.torch_compat import has_memory
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, Run, make_trainer
@@ -198,9 +199,9 @@ class WithStates(Recorder):
         self.losses.append((outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        own = [one for one in pl_module.parameters() if has_memory(one)]
+        own = [local(one) for one in pl_module.parameters() if has_memory(one)]
         self.names = {name for name, one in pl_module.named_parameters() if has_memory(one)}
-        states = [one for state in trainer.optimizers[0].state.values() for one in state.values() if one.dim()]
+        states = [local(one) for state in trainer.optimizers[0].state.values() for one in state.values() if one.dim()]
         self.held = sum(one.nbytes for one in [*own, *states])
 
 

@@ -17,6 +17,7 @@ from torchmetrics import SumMetric
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
+from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.pipeline.holders import largest_stage
 from lightning_parstrat.strategies.lightning_compat import follow_device, minor
 from tests.comparing import assert_same, distance
@@ -206,11 +207,31 @@ def test_a_rank_holds_its_stages_alone(pool: RankPool) -> None:
     assert {name.split(".")[1] for name in names if "blocks" in name} == {"0", "1"}
     sizes = {name: one.nbytes for name, one in Model().named_parameters()}
     every = sum(one.numel() for one in Model().parameters())
-    planned = footprint.pipeline(footprint.Training(parameters=every, devices=2, stage=largest_stage(Model(), 2)))
+    training = footprint.Training(parameters=every, devices=2, stages={2: largest_stage(Model(), 2)})
+    planned = footprint.pipeline(training, Grid(ranks=2, pipeline=2))
     # The plan counts gradients, too. The tied matrix is on both ranks.
     assert max(first, last) <= 3 / 4 * planned.held + 3 * sizes["embedding.weight"]
     for found, own in ((first, names), (last, others)):
         assert found == 3 * sum(sizes[name] for name in own)
+
+
+def held_in_grid(strategy: dict[str, Any]) -> int:
+    return fit(Planned, zoo.adamw, strategy)[1].held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [(TWO, 4), ({**SHARDED, **SHARED}, 8)])
+def test_the_ranks_of_a_stage_hold_what_the_plan_says(pool: RankPool, strategy: dict[str, Any], ranks: int) -> None:
+    module, tensor = Planned(), strategy.get("tensor_parallel_size", 1)
+    blocks = [one for block in module.blocks for one in block.parameters()]
+    cut = sum(one.numel() for block in module.blocks for one in (block.up.weight, block.up.bias, block.down.weight))
+    every = sum(one.numel() for one in blocks)
+    training = footprint.Training(parameters=every, devices=ranks, cut=cut)
+    planned = footprint.pipeline(training, Grid(ranks=ranks, pipeline=2, tensor=tensor))
+    # The plan counts gradients of one shard, too. What is in no block is whole, with its state.
+    gradients = 4 * (every - cut + cut / tensor) / 2 / 2
+    outer = sum(one.numel() for one in module.parameters()) - every
+    assert max(pool.run(ranks, held_in_grid, strategy)) <= 1.03 * (planned.held - gradients) + 12 * outer
 
 
 # Evaluation.
