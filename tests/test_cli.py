@@ -87,15 +87,31 @@ def test_samples_may_be_divided_in_all_ways(name: str, parse: Parse) -> None:
             parse("ddp", f"--trainer.strategy={name}", f"--trainer.strategy.rank_shares={wrong}")
 
 
-SHARED = {"shard_group": "node", "tensor_parallel_size": 2, "activation_checkpointing_policy": ["Block"]}
+SHARED: dict[str, dict[str, Any]] = {
+    "ZeRO3Strategy": {
+        "shard_group": "node",
+        "tensor_parallel_size": 2,
+        "activation_checkpointing_policy": ["Block"],
+    },
+    "PipelineStrategy": {
+        "stages": [5, 3],
+        "schedule": "gpipe",
+        "microbatches": 8,
+        "auto_wrap_policy": ["Block"],
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "shard": "parameters",
+    },
+}
 
 
-def test_layers_may_be_shared_in_all_ways(parse: Parse) -> None:
-    by_file = parse({"class_path": "lightning_parstrat.ZeRO3Strategy", "init_args": SHARED})
-    line = [f"--trainer.strategy.{argument}={value}" for argument, value in SHARED.items()]
-    for built in (by_file, parse("ddp", "--trainer.strategy=ZeRO3Strategy", *line)):
+@pytest.mark.parametrize("name", SHARED)
+def test_a_module_may_be_divided_in_all_ways(name: str, parse: Parse) -> None:
+    by_file = parse({"class_path": f"lightning_parstrat.{name}", "init_args": SHARED[name]})
+    line = [f"--trainer.strategy.{argument}={value}" for argument, value in SHARED[name].items()]
+    for built in (by_file, parse("ddp", f"--trainer.strategy={name}", *line)):
         policy = built.trainer.strategy._policy
-        assert {name: getattr(policy, name) for name in SHARED} == SHARED
+        assert {argument: getattr(policy, argument) for argument in SHARED[name]} == SHARED[name]
 
 
 REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [

@@ -25,9 +25,9 @@ fit it recommends the one that shards least. Activations are not counted: leave 
 
 With --config the numbers are those of the module of a LightningCLI configuration, which is made without memory for its
 parameters. --accumulate adds zero2_custom, which shards the gradients that are held between micro-batches.
---activations adds pipeline_custom, which sends them between stages, for all its grids of ranks: the ranks of a
-pipeline, the number of pipelines, and the ranks that share layers. --rank-shares shows what equal shares of the samples
-cost if ranks are unequally fast.
+--activations adds pipeline_custom, which sends them between stages. Its grids are the ranks of a pipeline, by the
+number of pipelines, by the ranks that share layers. --rank-shares shows what equal shares of the samples cost if ranks
+are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LAYERS = 32
