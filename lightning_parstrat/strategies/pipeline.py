@@ -348,50 +348,12 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         output: STEP_OUTPUT = self._pipeline_steps.evaluate("predict_step", batch, *args, *kwargs.values())
         return output
 
-    def _gather_for_evaluation(self) -> None:
-        self._same_data.count_once()
-        if self._held is not None and self._held.sharded is not None:
-            self._held.sharded.gather()
-
-    def _free_after_evaluation(self) -> None:
-        if self._held is not None and self._held.sharded is not None:
-            self._held.sharded.free()
-
-    @override
-    def on_validation_start(self) -> None:
-        """Gathers parameters for the whole validation. Collective."""
-        super().on_validation_start()
-        self._gather_for_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        """Gathers parameters for the whole test. Collective."""
-        super().on_test_start()
-        self._gather_for_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        """Gathers parameters for the whole prediction. Collective."""
-        super().on_predict_start()
-        self._gather_for_evaluation()
-
     @override
     def on_validation_end(self) -> None:
-        """Frees parameters."""
+        """Frees the parameters that a validation has gathered."""
         super().on_validation_end()
-        self._free_after_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        """Frees parameters."""
-        super().on_test_end()
-        self._free_after_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        """Frees parameters."""
-        super().on_predict_end()
-        self._free_after_evaluation()
+        if self._held is not None and self._held.sharded is not None:
+            self._held.sharded.free()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

@@ -105,6 +105,7 @@ class PipelineSteps:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
         """
         micro_batches, sizes = cut_batch(batch, self._micro_batches)
+        sharded = self._parts.sharded
         taken, losses = _Taken(self._module), dict[int, tuple[Tensor, float]]()
         context = self._strategy.precision_plugin.train_step_context
 
@@ -130,7 +131,6 @@ class PipelineSteps:
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        sharded = self._parts.sharded
         if sharded is not None:
             sharded.gather()
         with _random_numbers(self._strategy.root_device) as seed:
@@ -204,6 +204,9 @@ class PipelineSteps:
                 return getattr(self._module, name)(micro_batches[number], *args)
 
         shapes = self._shapes_of(name, micro_batches, step)
+        if self._parts.sharded is not None:
+            # They stay gathered until the evaluation has ended.
+            self._parts.sharded.gather()
         with _random_numbers(self._strategy.root_device) as seed:
             outputs = self._pipeline.evaluate(step, shapes, seed)
         joined: Any = None
