@@ -224,7 +224,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _size_of_pipeline(self, ranks: int) -> int:
         """How many ranks a pipeline has. If no number fits, what is closest to the arguments."""
         stages, pipelines = self._policy.stages, self._policy.data_parallel_size
-        ranks //= self._policy.tensor_parallel_size
+        ranks = max(1, ranks // self._policy.tensor_parallel_size)
         if isinstance(pipelines, str):
             asked = 0 if isinstance(stages, str) else len(stages)
             pipelines = next((n for n in range(1, ranks // 2 + 1) if asked and self._fits(asked, ranks, n)), 1)
