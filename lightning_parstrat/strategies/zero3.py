@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, place_in
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
@@ -422,7 +422,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
-        copies = place_in(self._training_module).copies
+        copies = module_sharding(self._training_module).place.copies
         line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel(), copies)
         self._fit_report.say(line)
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat import ZeRO3Strategy
-from lightning_parstrat.distributed.fsdp.sharding import place_in
+from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 from lightning_parstrat.errors import DifferentModulesError
 from tests.comparing import assert_same, distance
@@ -249,7 +249,7 @@ class OnTwoNodes(ZeRO3Strategy):
 
 def train_on_two_nodes(group: Any) -> tuple[float, int]:
     expected = train(zoo.Attention, None, whole_batch=True, gradient_clip_val=0.05)
-    copies = Looks(lambda trainer: place_in(trainer.lightning_module).copies)
+    copies = Looks(lambda trainer: module_sharding(trainer.lightning_module).place.copies)
     strategy = zero3(OnTwoNodes, shard_group=group)
     found = train(zoo.Attention, strategy, gradient_clip_val=0.05, callbacks=[copies])
     return largest_difference(found, expected), copies.seen
