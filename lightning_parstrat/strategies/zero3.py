@@ -352,19 +352,17 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._fsdp_module.end_evaluation(self._ranks.control)
 
     @override
-    def _begin_timing(self) -> Callable[[], float]:
-        sharded, gathers = self._fsdp_module, list[float]()
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        gathers = list[float]()
 
         def time_gather() -> Callable[[], None]:
             began = self._now()
             return lambda: gathers.append(self._now() - began)
 
-        def end() -> float:
-            sharded.clock = None
-            return sum(gathers)
-
-        sharded.clock = time_gather
-        return end
+        self._fsdp_module.clock = time_gather
+        output, seconds = super()._timed(run)
+        self._fsdp_module.clock = None
+        return output, seconds - sum(gathers)
 
     @override
     def _module_called(self) -> str:
