@@ -263,13 +263,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
-            shares = self._policy.tensor_parallel_size > 1
-            in_plan = " A layer of the tensor-parallel plan is a shard everywhere: leave it out of the plan." * shares
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
                 " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger"
-                f" `min_num_params`.{in_plan}"
+                " `min_num_params`. A layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
             )
         return output
 
