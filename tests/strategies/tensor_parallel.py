@@ -61,17 +61,6 @@ class NormedHeads(Attention):
         return self.norm(super().heads(one))
 
 
-class ScaledHeads(Attention):
-    """As :class:`NormedHeads`, with a number that stays whole on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def heads(self, one: Tensor) -> Tensor:
-        return self.scale * super().heads(one)
-
-
 def zeroed(attention: type[Attention]) -> type[Attention]:
     """Its output is 0 until it has learned."""
 
@@ -157,18 +146,6 @@ class InSequence(Transformer):
         return super().compute_loss(batch[:, :9])
 
 
-class Weighted(Transformer):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.compute_loss(batch), "loss_weight": float(1 + batch_idx % 2)}
-
-
-class WeightedByHand(Transformer):
-    """What :class:`Weighted` is to do in windows of two."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.compute_loss(batch) * (1 + batch_idx % 2) * 2 / 3
-
-
 class Penalised(Transformer):
     """Its loss has a gradient in it."""
 
@@ -182,7 +159,7 @@ class Penalised(Transformer):
 
 
 class Counts(Transformer):
-    """Logs sums and a metric."""
+    """Logs sums and a metric, of which copies can be made."""
 
     def build(self) -> None:
         super().build()
