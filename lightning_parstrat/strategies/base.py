@@ -151,7 +151,7 @@ class ComposedStrategy(DDPStrategy):
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
         self._shares: DividedRanks | None = None
-        if division.divides:
+        if keep_global_batch or rank_shares != "equal":
             self._shares = DividedRanks(
                 self,
                 self._ranks,

@@ -13,7 +13,7 @@ import functools
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,9 +137,9 @@ class TensorLayers:
         try:
             part.eval()
             with torch.autocast(next(part.parameters()).device.type, enabled=False):
-                cut = _called(part, inputs, row_wise, True)
+                cut = _tensors_of(part, inputs, row_wise, True)
                 draws = not all(map(torch.equal, self._states(), before))
-                whole = _called(part, inputs, row_wise, False)
+                whole = _tensors_of(part, inputs, row_wise, False)
         except Exception:
             # If the cut layers cannot be called, training raises the error.
             return
@@ -150,7 +150,9 @@ class TensorLayers:
                 unit.reshard()
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
-        if not draws and not self._fit(cut, whole):
+        # All of them, as whole tensors are collective.
+        differ = [self._differ(*pair) for pair in zip(cut, whole, strict=False)]
+        if not draws and (len(cut) != len(whole) or any(differ)):
             raise TensorPlanError(
                 f"With the layers of its tensor-parallel plan cut, {name!r} computes something else than with whole"
                 f" layers. Its `forward` may read a number that is of all ranks, as in `view(batch, length,"
@@ -158,16 +160,16 @@ class TensorLayers:
                 f" self.head_dim)`. Or leave its layers out of the plan."
             )
 
-    def _fit(self, cut: "_Called", whole: "_Called") -> bool:
-        parts = [one.tensor_split(self._mesh.size(), -1)[self._mesh.get_local_rank()] for one in whole.given]
-        if len(parts) != len(cut.given):
+    def _differ(self, one: Tensor, whole: Tensor) -> bool:
+        # A tensor of all features, or of this rank's part. Others are of its heads, such as the weights of attention.
+        one = full(one).float()
+        if one.shape != whole.shape:
+            whole = whole.tensor_split(self._mesh.size(), -1)[self._mesh.get_local_rank()]
+        if one.shape != whole.shape or not one.numel():
             return False
-        # What a layer was given may be a DTensor of all, or of this rank's part.
-        own = [local(one) if one.shape != part.shape else one for one, part in zip(cut.given, parts, strict=True)]
-        outputs = zip(leaves(cut.output), leaves(whole.output), strict=False)
-        # Others are of this rank's heads, such as the weights of attention.
-        alike = [(full(one.tensor), two.tensor) for one, two in outputs if one.tensor.shape == two.tensor.shape]
-        return not any(_differ(*pair) for pair in (*zip(own, parts, strict=True), *alike))
+        largest = float(whole.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
+        # Both may have NaN in a place, such as a row that a mask hides.
+        return not torch.allclose(one, whole.float(), rtol=0.0, atol=_TOLERANCE * largest, equal_nan=True)
 
     # Gradients.
 
@@ -214,14 +216,8 @@ def _is_whole_outside(one: PlannedLayer) -> bool:
     return isinstance(one.style, RowwiseParallel) and one.style.output_layouts[0].is_replicate()
 
 
-class _Called(NamedTuple):
-    """What a module returned, and what its row-wise layers were given."""
-
-    output: Any
-    given: list[Tensor]
-
-
-def _called(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], keeps_cut: bool) -> _Called:
+def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], keeps_cut: bool) -> list[Tensor]:
+    """What row-wise layers are given in a call of a module, and what it returns, with its layers cut or whole."""
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     given: list[Tensor] = []
     with plain(part, keeps_cut), buffers_kept(list(part.buffers())):
@@ -231,21 +227,13 @@ def _called(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], keeps_c
                 value = parameter.detach() if keeps_cut else full(parameter.detach())
                 setattr(owner, name, nn.Parameter(_wide(value), False))
             args, kwargs = copy.deepcopy(replace_leaves(inputs, lambda tensor: _wide(tensor.detach())))
-            return _Called(part.forward(*args, **kwargs), given)
+            output = part.forward(*args, **kwargs)
+            return [*given, *(leaf.tensor for leaf in leaves(output))]
         finally:
             for hook in hooks:
                 hook.remove()
             for owner, name, parameter in own:
                 setattr(owner, name, parameter)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or not one.numel():
-        return one.shape != other.shape
-    largest = float(other.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
-    # Both may have NaN in a place, such as a row that a mask hides.
-    alike = torch.isclose(one.float(), other.float(), rtol=0.0, atol=_TOLERANCE * largest, equal_nan=True)
-    return not bool(alike.all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
