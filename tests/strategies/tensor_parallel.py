@@ -196,7 +196,8 @@ class Llama(zoo.Zoo):
 
 def fit(module: type[zoo.Zoo], optimizer: Any, size: int | None, strategy: dict[str, Any], **arguments: Any) -> Run:
     """Trains with layers that so many ranks share, or on a single device (None)."""
-    torch.manual_seed(0)
+    resumed = arguments.pop("ckpt_path", None)
+    torch.manual_seed(0 if resumed is None else 1)
     made, recorder = module(optimizer), Recorder()
     chosen = None if size is None else zero3(tensor_parallel_size=size, **strategy)
     replicas = 1 if size is None else dist.get_world_size() // size
@@ -205,5 +206,5 @@ def fit(module: type[zoo.Zoo], optimizer: Any, size: int | None, strategy: dict[
     data = zoo.loader(SAMPLES, BATCH // replicas, dtype, rank, replicas)
     callbacks = [recorder, *arguments.pop("callbacks", [])]
     trainer = make_trainer(chosen, callbacks=callbacks, **{"max_epochs": 2, **arguments})
-    trainer.fit(made, data, data if module is Counts else None)
+    trainer.fit(made, data, data if module is Counts else None, ckpt_path=resumed, weights_only=False)
     return Run(recorder.parameters, recorder.losses, made, trainer)

@@ -27,7 +27,7 @@ from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import CLIP, WINDOW, adafactor, foreach, fused, plain_sgd
-from tests.strategies.parity import Looks, Recorder, Run, largest_difference, make_trainer, whole, zero1, zero3
+from tests.strategies.parity import Looks, Run, largest_difference, make_trainer, whole, zero3
 from tests.strategies.tensor_parallel import (
     PLAN,
     Counts,
@@ -355,40 +355,23 @@ def test_what_one_process_has(pool: RankPool, name: str) -> None:
 
 # Checkpoints.
 
-ROUTES: dict[str, tuple[Callable[[], Any], int]] = {
-    "2 x 2": (lambda: zero3(tensor_parallel_size=2), 4),
-    "1 x 2": (lambda: zero3(tensor_parallel_size=2), 2),
-    "zero3": (zero3, 2),
-    "zero1": (zero1, 2),
-    "single": (lambda: None, 1),
-}
-SAVED_AND_RESUMED = [
-    ("2 x 2", "single"),
-    ("2 x 2", "zero1"),
-    ("single", "2 x 2"),
-    ("zero3", "1 x 2"),
-    ("2 x 2", "1 x 2"),
-]
+# The ranks that share layers, and all ranks.
+GRIDS = {"2 x 2": (2, 4), "1 x 2": (2, 2), "zero3": (1, 2), "single": (None, 1)}
+SAVED_AND_RESUMED = [("2 x 2", "single"), ("single", "2 x 2"), ("zero3", "1 x 2"), ("2 x 2", "1 x 2")]
 
 
-def go_on(name: str, epochs: int, resumed: str | None, saved: str | None) -> list[Tensor]:
+def go_on(size: int | None, epochs: int, resumed: str | None, saved: str | None) -> list[Tensor]:
     """Trains until so many epochs are done."""
-    torch.manual_seed(0 if resumed is None else 1)
-    strategy, recorder = ROUTES[name][0](), Recorder()
-    trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[recorder], gradient_clip_val=0.05)
-    size = 2 if " x 2" in name else 1
-    replicas, rank = dist.get_world_size() // size, dist.get_rank() // size
-    data = zoo.loader(32, 8 // replicas, rank=rank, world_size=replicas)
-    trainer.fit(CutAll(zoo.adamw), data, ckpt_path=resumed, weights_only=False)
+    run = fit(CutAll, zoo.adamw, size, {}, ckpt_path=resumed, max_epochs=epochs, **CLIP)
     if saved is not None:
-        trainer.save_checkpoint(saved)
-    return recorder.parameters[-1]
+        run.trainer.save_checkpoint(saved)
+    return run.parameters[-1]
 
 
 @pytest.mark.parametrize(("source", "target"), slow_unless(lambda *one: one == ("2 x 2", "single"), SAVED_AND_RESUMED))
 def test_checkpoints_go_from_any_grid_to_any_other(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    saved = str(tmp_path / "one.ckpt")
-    expected = pool.run(1, go_on, "single", 2, None, None)[0]
-    pool.run(ROUTES[source][1], go_on, source, 1, None, saved)
-    for parameters in pool.run(ROUTES[target][1], go_on, target, 2, saved, None):
+    saved, (size, ranks), (size_now, ranks_now) = str(tmp_path / "one.ckpt"), GRIDS[source], GRIDS[target]
+    expected = pool.run(1, go_on, None, 2, None, None)[0]
+    pool.run(ranks, go_on, size, 1, None, saved)
+    for parameters in pool.run(ranks_now, go_on, size_now, 2, saved, None):
         assert distance(parameters, expected) <= 2e-5
