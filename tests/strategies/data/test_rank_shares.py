@@ -95,11 +95,6 @@ class ReadsLate(Counts):
         return super().configure_optimizers()
 
 
-class Draws(Counts):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        raise AssertionError
-
-
 class OneIsSlow(Counts):
     """A sample takes the last rank three times as long."""
 
@@ -170,6 +165,10 @@ class Row(NamedTuple):
     seed: int | None = None
     loader: dict[str, Any] = {}  # noqa: RUF012  (never changed)
 
+    def make(self) -> Any:
+        keeps = self.shares == "equal"
+        return STRATEGIES[self.strategy](rank_shares=self.shares, max_share=3, keep_global_batch=keeps)
+
 
 ROWS = {
     "ddp_tuned": Row("ddp_tuned", [3, 1]),
@@ -187,6 +186,7 @@ ROWS = {
     "tokens": Row("zero1_custom", [3, 1], "tokens", 2),
     "tokens, zero3": Row("zero3_custom", [3, 1], "tokens", 2),
     "measured, zero3": Row("zero3_custom", "auto", "slow", 2),
+    "kept": Row("zero1_custom", accumulate=2),
     "one rank": Row("zero1_custom", [2], ranks=1),
 }
 QUICK = ("ddp_tuned", "zero1", "zero3", "a rest is dropped", "own order", "loaders made in setup", "tokens")
@@ -195,8 +195,7 @@ QUICK = ("ddp_tuned", "zero1", "zero3", "a rest is dropped", "own order", "loade
 def train_row(name: str) -> tuple[float, bool, list[list[int]]]:
     row = ROWS[name]
     own = {} if row.seed is None else {"sampler": in_own_order(row.seed)}
-    strategy = STRATEGIES[row.strategy](rank_shares=row.shares, max_share=3)
-    actual = fit(strategy, MODULES[row.module](), loader(**row.loader, **own), accumulate_grad_batches=row.accumulate)
+    actual = fit(row.make(), MODULES[row.module](), loader(**row.loader, **own), accumulate_grad_batches=row.accumulate)
     # One process for which a batch is a step.
     order: Any = DistributedSampler(dataset(), 1, 0, shuffle=True)
     if row.seed is not None:
@@ -212,7 +211,7 @@ def test_unequal_ranks_end_where_one_process_ends(pool: RankPool, name: str) -> 
     row = ROWS[name]
     for rank, (apart, is_same, parts) in enumerate(pool.run(row.ranks, train_row, name)):
         assert is_same and apart <= TOLERANCES.get(row.module, 1e-6)
-        if row.shares != "auto":
+        if not isinstance(row.shares, str):
             assert parts[0][0] == round(BATCH * row.ranks * row.shares[rank] / sum(row.shares))
 
 
@@ -261,33 +260,20 @@ def test_a_rank_that_is_three_times_slower_gets_a_third(pool: RankPool, tmp_path
 
 # A training that resumes.
 
-RESUMED = {
-    "zero1": Row("zero1_custom", [3, 1]),
-    "zero3": Row("zero3_custom", [3, 1]),
-    "measured": Row("zero1_custom", "auto", "slow"),
-    "kept": Row("zero1_custom"),
-    "loaders made in setup": Row("zero1_custom", [3, 1], "reads"),
-    "loaders made for optimizers": Row("zero1_custom", [3, 1], "reads late"),
-}
+RESUMED = ("zero1", "zero3", "kept", "measured, zero3", "loaders made in setup", "loaders made for optimizers")
 
 
 def train_and_resume(name: str, folder: str) -> list[bool]:
-    row = RESUMED[name]
-    measured = row.shares == "auto"
+    row = ROWS[name]
     # Measured shares are kept from the second cut on.
-    after = (29, 31) if measured else (2, 3, 10, 11, 14)
-
-    def train(ckpt_path: str | None = None, **more: Any) -> Trained:
-        strategy = STRATEGIES[row.strategy](rank_shares=row.shares, keep_global_batch=name == "kept")
-        more = {"accumulate_grad_batches": 2, "max_epochs": 5 if measured else EPOCHS, **more}
-        return fit(strategy, MODULES[row.module](), loader(), ckpt_path, **more)
-
+    after, epochs = ((29, 31), 5) if row.shares == "auto" else ((2, 3, 7, 10, 11, 12), EPOCHS)
+    fixed = {"accumulate_grad_batches": row.accumulate, "max_epochs": epochs}
     saves = Saves(lambda trainer: f"{folder}/{batches(trainer)}.ckpt" if batches(trainer) in after else "")
-    uninterrupted, found = train(callbacks=[saves]), []
+    uninterrupted, found = fit(row.make(), MODULES[row.module](), loader(), callbacks=[saves], **fixed), []
     for number in after:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The checkpoint was saved within an epoch")
-            resumed = train(f"{folder}/{number}.ckpt")
+            resumed = fit(row.make(), MODULES[row.module](), loader(), f"{folder}/{number}.ckpt", **fixed)
         left = {step: uninterrupted.samples[step] for step in resumed.samples}
         same_parts = resumed.parts == uninterrupted.parts[-len(resumed.parts) :]
         same = distance(resumed.parameters, uninterrupted.parameters) == 0
@@ -297,7 +283,7 @@ def train_and_resume(name: str, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("zero1", "kept", "loaders made in setup"), RESUMED))
 def test_a_training_resumes_bit_for_bit(pool: RankPool, tmp_path: Path, name: str) -> None:
-    for found in pool.run(2, train_and_resume, name, str(tmp_path)):
+    for found in pool.run(ROWS[name].ranks, train_and_resume, name, str(tmp_path)):
         assert found and all(found)
 
 
@@ -346,14 +332,6 @@ def test_other_ranks_train_on_the_same_steps(pool: RankPool, tmp_path: Path, nam
 # What is refused.
 
 
-class OwnRanks(DistributedSampler[Any]):
-    pass
-
-
-class OwnBatches(BatchSampler):
-    pass
-
-
 class Refused(NamedTuple):
     """A part of the error, and the training that raises it."""
 
@@ -364,8 +342,8 @@ class Refused(NamedTuple):
     trainer: dict[str, Any] = {}  # noqa: RUF012
 
 
-def weighing(weighs: Callable[[Any], bool]) -> type[Tokens]:
-    return type("Weighing", (Tokens,), {"weighs": weighs})
+def own(base: type[Any], **attributes: Any) -> Any:
+    return type(f"Own{base.__name__}", (base,), attributes)
 
 
 KEEPS = {"keep_global_batch": True}
@@ -373,25 +351,29 @@ REFUSED = {
     "three for two": Refused("has 3 numbers, and there are 2 ranks", strategy={"rank_shares": [1, 1, 1]}),
     "iterable": Refused("over ChainDataset", data=lambda: DataLoader(ChainDataset([dataset()]), BATCH)),
     "own batches": Refused(
-        "the batch sampler OwnBatches",
-        data=lambda: DataLoader(dataset(), batch_sampler=OwnBatches(DistributedSampler(dataset(), 2, 0), BATCH, False)),
+        "the batch sampler OwnBatchSampler",
+        data=lambda: DataLoader(
+            dataset(), batch_sampler=own(BatchSampler)(DistributedSampler(dataset(), 2, 0), 4, False)
+        ),
     ),
-    "own ranks": Refused("the sampler OwnRanks", data=lambda: loader(sampler=OwnRanks(dataset(), 2, 0))),
+    "own ranks": Refused(
+        "the sampler OwnDistributedSampler", data=lambda: loader(sampler=own(DistributedSampler)(dataset(), 2, 0))
+    ),
     "own order": Refused("its own `generator`", data=lambda: loader(sampler=SubsetRandomSampler(range(SAMPLES)))),
     "unequal orders": Refused("the same seed", data=lambda: loader(sampler=in_own_order(dist.get_rank()))),
     "not distributed": Refused("Lightning's distributed", strategy=KEEPS, trainer={"use_distributed_sampler": False}),
-    "draws itself": Refused("`dataloader_iter`", Draws),
-    "by hand": Refused("automatic_optimization = True", type("ByHand", (Counts,), {"automatic_optimization": False})),
+    "draws itself": Refused("`dataloader_iter`", own(Counts, training_step=lambda self, dataloader_iter: None)),
+    "by hand": Refused("automatic_optimization = True", own(Counts, automatic_optimization=False)),
     "scheduler": Refused(
         "GradientAccumulationScheduler",
         strategy=KEEPS,
         trainer={"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
     ),
     "two loaders": Refused("one training loader", data=lambda: [loader(), loader()]),
-    "weights of one": Refused("on 1 of 2 ranks", weighing(lambda self: self.global_rank == 0)),
+    "weights of one": Refused("on 1 of 2 ranks", own(Tokens, weighs=lambda self: self.global_rank == 0)),
     "late weights of one": Refused(
         "rank 0: `training_step` returned a `loss_weight` now and none before",
-        weighing(lambda self: self.global_rank == 0 and self.trainer.global_step > 0),
+        own(Tokens, weighs=lambda self: self.global_rank == 0 and self.trainer.global_step > 0),
     ),
 }
 
