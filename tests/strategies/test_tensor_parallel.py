@@ -164,6 +164,7 @@ HOW = "Transformer has none. Set it in the module: `self.tp_plan ="
 PLANS: dict[str, tuple[Any, int, str]] = {
     "no plan": ({}, 2, HOW),
     "no such layer": ({"blocks.*.wide": "colwise"}, 2, "names 'blocks.*.wide', and it has no such layer. Its layers"),
+    "a norm": ({"blocks.*.norm": "colwise"}, 2, "names 'blocks.*.norm', and it has no such layer. Its layers are emb"),
     "a style that is not known": ({"head": "packed_colwise"}, 2, "'packed_colwise'. Must be one of colwise, rowwise"),
     "features": ({"head": "colwise"}, 5, "does not divide the 24 rows of 'head', and each rank has an equal part"),
     "inputs": ({"head": "rowwise"}, 3, "does not divide the 16 columns of 'head'"),

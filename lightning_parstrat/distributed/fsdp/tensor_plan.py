@@ -27,6 +27,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 """torch's style for each name of Hugging Face's. Other names of theirs are of layers that torch has no style for."""
 
+_CUT_BY_TORCH = (nn.Linear, nn.Embedding)
+
 _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "nhead")
 """Attributes of a module, or of its configuration, that count heads: each rank has an equal part of them."""
 
@@ -79,16 +81,17 @@ def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> 
             continue
         begin = f"{prefix}." if prefix else ""
         owners += (begin,)
-        for pattern, style in plan.items():
+        for pattern, style in ((pattern, _style(pattern, given)) for pattern, given in plan.items()):
             # A star is one part of a name, as in torch's plans.
             full = re.compile(re.escape(begin + pattern).replace(r"\*", "[^.]*"))
-            names = [name for name in named if full.fullmatch(name)]
+            kinds = _CUT_BY_TORCH if isinstance(style, (ColwiseParallel, RowwiseParallel)) else nn.Module
+            names = [name for name, layer in named.items() if full.fullmatch(name) and isinstance(layer, kinds)]
             if not names:
                 raise TensorPlanError(
                     f"The tensor-parallel plan of {type(part).__name__} names {pattern!r}, and it has no such layer."
                     f" Its layers are {listed(_patterns(part))}."
                 )
-            found |= {name: PlannedLayer(name, named[name], _style(pattern, style)) for name in names}
+            found |= {name: PlannedLayer(name, named[name], style) for name in names}
     uses: Counter[Tensor] = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     planned = [one for one in found.values() if _is_cut(one, uses, kept_whole)]
     if not planned:
@@ -148,7 +151,7 @@ def _is_cut(one: PlannedLayer, uses: Mapping[Tensor, int], kept_whole: Collectio
 
 def _check_sizes(one: PlannedLayer, named: Mapping[str, nn.Module], ranks: int) -> None:
     sizes: list[tuple[str, Any]] = []
-    if isinstance(one.style, (ColwiseParallel, RowwiseParallel)) and isinstance(one.layer, (nn.Linear, nn.Embedding)):
+    if isinstance(one.layer, _CUT_BY_TORCH) and isinstance(one.style, (ColwiseParallel, RowwiseParallel)):
         by_rows = isinstance(one.style, ColwiseParallel) == isinstance(one.layer, nn.Linear)
         rows, columns = one.layer.weight.shape
         sizes.append((f"rows of {one.name!r}", rows) if by_rows else (f"columns of {one.name!r}", columns))
@@ -172,5 +175,5 @@ def _holders(name: str) -> Iterator[str]:
 
 def _patterns(module: nn.Module) -> list[str]:
     """The names of a module's layers, with a star for each number."""
-    layers = (name for name, part in module.named_modules() if isinstance(part, (nn.Linear, nn.Embedding)))
+    layers = (name for name, part in module.named_modules() if isinstance(part, _CUT_BY_TORCH))
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in layers))
