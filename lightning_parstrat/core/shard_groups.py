@@ -55,13 +55,12 @@ class ShardGroups(NamedTuple):
             ValueError: The ranks cannot be divided into equal groups. The message contains what you can choose.
         """
         ranks = topology.world_size
-        if choice == "all" or (choice == "node" and len(set(topology.nodes)) == 1):
+        if choice == "all":
             return cls.of_all(ranks)
-        groups: list[Sequence[int]]
         if choice == "node":
             groups = [topology.node_mates(topology.nodes.index(node)) for node in dict.fromkeys(topology.nodes)]
         else:
-            groups = [range(first, first + choice) for first in range(0, ranks, choice)]
+            groups = [tuple(range(first, first + choice)) for first in range(0, ranks, choice)]
         sizes = [len(group) for group in groups]
         if len(set(sizes)) > 1 or sum(sizes) > ranks:
             divisors = ", ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
@@ -71,7 +70,8 @@ class ShardGroups(NamedTuple):
                 f" Choose one of {divisors} (consecutive ranks), 'node' for equal nodes, or 'all'. Or start another"
                 " number of ranks."
             )
-        return cls(tuple(groups))
+        # However they were chosen, the same groups are equal.
+        return cls(tuple(groups)) if len(groups) > 1 else cls.of_all(ranks)
 
     @property
     def size(self) -> int:

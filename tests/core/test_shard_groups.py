@@ -34,6 +34,11 @@ def test_every_rank_holds_one_shard_of_one_copy() -> None:
                 assert tuple(chosen.holders(rank)) == tuple(other[shard] for other in groups)
 
 
+def test_the_same_groups_are_equal_by_whatever_they_were_chosen() -> None:
+    for keys, choices in (("aabb", ("node", 2)), ("aabb", ("all", 4)), ("aaa", ("all", "node", 3))):
+        assert len({ShardGroups.chosen(choice, Topology.of(keys)) for choice in choices}) == 1, keys
+
+
 def test_groups_of_unequal_size_are_refused_with_what_is_allowed() -> None:
     refused: list[tuple[Any, str, str]] = [
         (
