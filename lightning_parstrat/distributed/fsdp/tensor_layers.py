@@ -3,9 +3,9 @@
 Between a column-wise and a row-wise layer, each rank has a part of the features. So each draws its own random numbers
 there, for dropout. Everywhere else all ranks that share layers draw the same.
 
-Two checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So
-each module is called once with cut layers and once with whole ones. And a layer between cut ones may be missing in the
-plan. So gradients of whole layers are compared between the ranks that share the others.
+Two checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So one
+module of each kind is called once with cut layers and once with whole ones. And a layer between cut ones may be missing
+in the plan. So gradients of whole layers are compared between the ranks that share the others.
 """
 
 import copy
@@ -69,7 +69,7 @@ class TensorLayers:
         self._compared: Counter[str] = Counter()
         self._mesh: Any = next(one.device_mesh for one in cut if isinstance(one, DTensor))["tensor"]
         self.hooks: list[RemovableHandle] = []
-        named = dict(module.named_modules())
+        named, kinds = dict(module.named_modules()), set[Any]()
         for one in planned:
             self.hooks.append(one.layer.register_forward_pre_hook(self._leave))
             self.hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
@@ -79,7 +79,9 @@ class TensorLayers:
             # It ends there at the latest, and if an exception ends the forward.
             self.hooks.append(named[name].register_forward_hook(self._leave, always_call=True))
             own = [one for one in planned if one.name.startswith(f"{name}.")]
-            if all(map(_is_whole_outside, own)):
+            kind = (type(named[name]), *((one.name.removeprefix(name), type(one.style)) for one in own))
+            if kind not in kinds and all(map(_is_whole_outside, own)):
+                kinds.add(kind)
                 self._check_at_first_call(named[name], name, [one.layer for one in own if one.takes_shards])
 
     # Random numbers.
