@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_parstrat.core.footprint import Training
 from lightning_parstrat.core.footprint import zero3 as zero3_footprint
@@ -45,7 +45,6 @@ from tests.strategies.tensor_parallel import (
     with_class,
     zeroed,
 )
-from tests.strategies.test_dataloaders import workers_allowed
 from tests.strategies.test_report import STRATEGIES
 
 
@@ -251,43 +250,6 @@ def test_what_does_not_fit_is_refused(pool: RankPool, name: str) -> None:
 # What ranks see and count.
 
 
-class Augmented(Dataset):
-    """Each worker draws other numbers."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.full((zoo.FEATURES,), float(index)) + torch.rand(()), "name": f"sample {index}"}
-
-
-class Sees(Transformer):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.append((batch["x"], batch["name"], torch.rand(3)))
-        return self.compute_loss(batch["x"])
-
-
-def see(size: int) -> list[Any]:
-    torch.manual_seed(dist.get_rank())
-    module = Sees()
-    module.seen = []
-    with workers_allowed():
-        data = DataLoader(Augmented(), batch_size=4, num_workers=2)
-        make_trainer(zero3(tensor_parallel_size=size), max_epochs=1).fit(module, data)
-    return module.seen
-
-
-def test_ranks_that_share_layers_see_the_same(pool: RankPool) -> None:
-    seen = pool.run(4, see, 2)
-    assert [len(one) for one in seen] == [4] * 4
-    for first, second, other in zip(seen[0], seen[1], seen[2], strict=True):
-        assert torch.equal(first[0], second[0]) and first[1] == second[1] and torch.equal(first[2], second[2])
-        assert not set(first[1]) & set(other[1])
-    assert {name for one in (seen[0], seen[2]) for batch in one for name in batch[1]} == {
-        f"sample {number}" for number in range(32)
-    }
-
-
 NUMBERS = (torch.bool, torch.bfloat16, torch.complex64)
 ODD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "of all kinds": (
@@ -303,22 +265,26 @@ ODD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def share(name: str) -> str:
-    """The batch that this rank gets, or the error."""
+def share(name: str) -> tuple[str, list[float], dict[str, int]]:
+    """The batch that this rank gets, or the error; what it draws afterwards; and which data are its own."""
+    torch.manual_seed(dist.get_rank())
     strategy = zero3(tensor_parallel_size=2)
-    make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(Transformer(), zoo.loader(32, 8))
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
+    trainer.fit(Transformer(), DataLoader(zoo.Samples(32), batch_size=8))
+    torch.manual_seed(dist.get_rank())
     try:
-        return repr(strategy.batch_to_device(ODD[name][0](torch.tensor([dist.get_rank() + 3.0]))))
+        shared = repr(strategy.batch_to_device(ODD[name][0](torch.tensor([dist.get_rank() + 3.0]))))
     except TypeError as error:
-        return str(error)
+        shared = str(error)
+    return shared, torch.rand(3).tolist(), trainer.distributed_sampler_kwargs
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_batches_of_all_kinds_are_shared(pool: RankPool, name: str) -> None:
-    first, second = pool.run(2, share, name)
-    # Of rank 0 there is a 3, and of rank 1 there would be a 4.
-    error = ODD[name][1]
-    assert (error in first and error in second) if error else (first == second and "3." in first)
+    (first, second, other, _), error = pool.run(4, share, name), ODD[name][1]
+    assert first[0] == second[0] and (error or "3.") in first[0] and (error or "5.") in other[0]
+    assert error or first[1] == second[1] != other[1]
+    assert first[2] == {"num_replicas": 2, "rank": 0} and other[2] == {"num_replicas": 2, "rank": 1}
 
 
 def counted(size: int | None) -> list[Tensor]:
