@@ -111,6 +111,7 @@ MODULES: dict[str, Callable[[], Counts]] = {
     "slow": OneIsSlow,
     "reads": Reads,
     "reads late": ReadsLate,
+    "every second step": lambda: Counts(frequency=2),
 }
 
 
@@ -300,16 +301,16 @@ KEPT = {
 }
 
 
-def train_phase(name: str, folder: str, phase: int) -> Trained:
-    row, (ranks, last) = KEPT[name], PHASES[phase] if phase >= 0 else (4, None)
-    strategy = STRATEGIES[row.strategy](keep_global_batch=True, rank_shares=row.shares if ranks == OF_3 else "equal")
+def train_phase(row: Row, folder: str, phase: int, validates: bool = False) -> Trained:
+    ranks, last = PHASES[phase] if phase >= 0 else (4, None)
+    shares = row.shares if ranks == OF_3 else "equal"
     return fit(
-        strategy,
+        STRATEGIES[row.strategy](keep_global_batch=True, rank_shares=shares),
         MODULES[row.module](),
         # No epoch ends with a step of less: `drop_last` keeps whole micro-batches of four ranks.
         loader(OF_3, drop_last=True),
         f"{folder}/{phase - 1}.ckpt" if phase > 0 else None,
-        val=loader() if "validation" in name else None,
+        val=loader() if validates else None,
         max_steps=last or -1,
         accumulate_grad_batches=row.accumulate if ranks == 2 else 1,
         callbacks=[Saves(lambda trainer: f"{folder}/{phase}.ckpt" if trainer.global_step == last else "")],
@@ -318,15 +319,35 @@ def train_phase(name: str, folder: str, phase: int) -> Trained:
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "zero1", KEPT))
 def test_other_ranks_train_on_the_same_steps(pool: RankPool, tmp_path: Path, name: str) -> None:
-    (expected, *_) = pool.run(4, train_phase, name, str(tmp_path), -1)
-    samples: dict[int, list[int]] = {}
+    row, validates, samples = KEPT[name], "validation" in name, dict[int, list[int]]()
+    (expected, *_) = pool.run(4, train_phase, row, str(tmp_path), -1)
     for phase, (ranks, _) in enumerate(PHASES):
-        (trained, *_) = pool.run(ranks, train_phase, name, str(tmp_path), phase)
+        (trained, *_) = pool.run(ranks, train_phase, row, str(tmp_path), phase, validates)
         samples |= trained.samples
     assert samples == expected.samples and len(samples) == 12
     # 4 ranks of 3 samples became 3 of 2 + 2.
-    assert KEPT[name].shares != "equal" or trained.parts[-1] == [2, 2]
-    assert distance(trained.parameters, expected.parameters) <= TOLERANCES.get(KEPT[name].module, 1e-6)
+    assert row.shares != "equal" or trained.parts[-1] == [2, 2]
+    assert distance(trained.parameters, expected.parameters) <= TOLERANCES.get(row.module, 1e-6)
+
+
+COUNTED = {
+    "every second step": "Lightning counts a scheduler's frequency=2",
+    "reads": "`trainer.estimated_stepping_batches`",
+}
+
+
+def error_of_phase(row: Row, folder: str) -> str:
+    with pytest.raises(MisconfigurationException) as caught:
+        train_phase(row, folder, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("module", COUNTED)
+def test_what_has_counted_batches_cannot_follow(pool: RankPool, tmp_path: Path, module: str) -> None:
+    row = Row("zero1_custom", module=module)
+    pool.run(4, train_phase, row, str(tmp_path), 0)
+    for error in pool.run(2, error_of_phase, row, str(tmp_path)):
+        assert f"changes accumulate_grad_batches from 1 to 2, and {COUNTED[module]}" in error
 
 
 # What is refused.
@@ -389,26 +410,3 @@ def test_what_cannot_be_divided_is_refused(pool: RankPool) -> None:
     for name, row in REFUSED.items():
         for error in pool.run(2, train_refused, name):
             assert row.error in error, name
-
-
-RESUMES_REFUSED: dict[str, tuple[Callable[[], Counts], str]] = {
-    "every second step": (lambda: Counts(frequency=2), "Lightning counts a scheduler's frequency=2"),
-    "read": (Reads, "`trainer.estimated_stepping_batches`"),
-}
-
-
-def resume_refused(name: str, path: str) -> str:
-    make, strategy = RESUMES_REFUSED[name][0], ZeRO1Strategy(keep_global_batch=True)
-    if dist.get_world_size() == 3:
-        fit(strategy, make(), loader(), max_steps=2, callbacks=[Saves(lambda _: path)])
-        return ""
-    with pytest.raises(MisconfigurationException) as caught:
-        fit(strategy, make(), loader(), path, max_steps=4)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", RESUMES_REFUSED)
-def test_what_has_counted_batches_cannot_follow(pool: RankPool, tmp_path: Path, name: str) -> None:
-    pool.run(3, resume_refused, name, str(tmp_path / "refused.ckpt"))
-    for error in pool.run(2, resume_refused, name, str(tmp_path / "refused.ckpt")):
-        assert f"changes accumulate_grad_batches from 1 to 2, and {RESUMES_REFUSED[name][1]}" in error
