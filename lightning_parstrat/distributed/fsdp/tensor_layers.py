@@ -67,7 +67,7 @@ class TensorLayers:
         cut = {parameter for one in planned for parameter in one.layer.parameters()}
         self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter not in cut}
         self._compared: Counter[str] = Counter()
-        self._mesh: Any = next(one.device_mesh for one in cut if isinstance(one, DTensor))["tensor"]
+        self._group = next(one.device_mesh for one in cut if isinstance(one, DTensor)).get_group("tensor")
         self.hooks: list[RemovableHandle] = []
         named, kinds = dict(module.named_modules()), set[Any]()
         for one in planned:
@@ -163,7 +163,7 @@ class TensorLayers:
         # A tensor of all features, or of this rank's part. Others are of its heads, such as the weights of attention.
         one = full(one).float()
         if one.shape != whole.shape:
-            whole = whole.tensor_split(self._mesh.size(), -1)[self._mesh.get_local_rank()]
+            whole = whole.tensor_split(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
         if one.shape != whole.shape or not one.numel():
             return False
         largest = float(whole.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
@@ -193,7 +193,7 @@ class TensorLayers:
         device = next(iter(found.values())).device
         most, least = torch.stack([norm.to(device) for norm in norms]).repeat(2, 1)
         for extreme, op in ((most, dist.ReduceOp.MAX), (least, dist.ReduceOp.MIN)):
-            dist.all_reduce(extreme, op=op, group=self._mesh.get_group())
+            dist.all_reduce(extreme, op=op, group=self._group)
         differs = (most > _ROUNDING * most.max()) & (most - least > _DIFFERENCE * most)
         # Ranks that share other layers have other shards of these.
         differs = differs.to(torch.uint8).cpu()
