@@ -11,7 +11,7 @@ from typing import Any
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, grids, pipeline, zero1, zero3
-from lightning_parstrat.core.policy import DivisionPolicy, ShardingPolicy
+from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import amount, count_of, counted
@@ -227,12 +227,8 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
 def _slowed_by_equal_shares(arguments: Namespace) -> float:
     """How many times as long a step computes with equal shares."""
     shares, ranks = arguments.rank_shares, arguments.world_size
-    try:
-        DivisionPolicy(rank_shares=shares, max_share=ranks)
-    except ValueError as error:
-        raise UsageError(f"--rank-shares: {error}") from error
-    if len(shares) != ranks:
-        raise UsageError(f"--rank-shares has {counted(len(shares), 'number')}, and there are {counted(ranks, 'rank')}.")
+    if len(shares) != ranks or not min(shares) > 0:
+        raise UsageError(f"--rank-shares: write a positive number for each of the {counted(ranks, 'rank')}.")
     return sum(shares) / (ranks * min(shares))
 
 

@@ -2,9 +2,8 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, cycle
-from typing import NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple
 
 
 def cut(number: int, shares: Sequence[float]) -> list[int]:
@@ -87,41 +86,65 @@ def time_of_equal_shares(parts: Sequence[int], costs: Sequence[Cost]) -> float:
     return max(cost.of(equal) for cost in costs) / slowest
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlobalBatches:
-    """The samples of all ranks in an epoch: how many a step has, and in how many micro-batches it has them.
+class Division:
+    """Cuts an epoch's samples into steps, micro-batches, and the ranks' parts of these. All ranks cut alike.
 
     Attributes:
+        drawn: The number of the epoch's micro-batches that were drawn.
+
+    Args:
         step: Samples of a step.
-        unit: Samples that ``drop_last`` keeps together: a micro-batch of the number of ranks that began the training.
         micro_batches: Micro-batches of a step, at most as many as it has samples.
+        unit: Samples that ``drop_last`` keeps together: a micro-batch of the number of ranks that began the training.
+        drop_last: Whether a rest of an epoch that is smaller than ``unit`` is dropped.
+        rank: This rank.
+        cuts: The ranks' shares, each with the number of the epoch's micro-batch from which on they hold.
     """
 
-    step: int
-    unit: int
-    micro_batches: int
+    def __init__(
+        self, step: int, micro_batches: int, unit: int, drop_last: bool, rank: int, cuts: list[tuple[int, list[float]]]
+    ) -> None:
+        self.step, self.micro_batches, self.unit, self.cuts, self.drawn = step, micro_batches, unit, cuts, 0
+        self._drop_last, self._rank = drop_last, rank
+        self._samples: dict[int, int] = {}
 
-    def sizes(self, samples: int, drop_last: bool) -> Iterator[int]:
-        """The sizes of an epoch's micro-batches, or of those that are left of it at a step's begin.
+    @property
+    def parts(self) -> list[int]:
+        """The ranks' samples of a micro-batch, by the latest shares."""
+        return cut(self.step // self.micro_batches, self.cuts[-1][1])
 
-        Args:
-            samples: The number of samples.
-            drop_last: Whether a rest that is smaller than ``unit`` is dropped.
-        """
-        left = samples - samples % self.unit if drop_last else samples
-        for size in cycle(self._of_step):
+    def sizes(self, samples: int) -> Iterator[int]:
+        """The sizes of an epoch's micro-batches, or of those that are left of its samples at a step's begin."""
+        left = samples - samples % self.unit if self._drop_last else samples
+        for size in cycle(cut(self.step, [1.0] * self.micro_batches)):
             if left <= 0:
                 return
             yield min(size, left)
             left -= size
 
-    def length(self, samples: int, drop_last: bool) -> int:
-        """The number of these micro-batches."""
-        kept = samples - samples % self.unit if drop_last else samples
-        rest, ends = kept % self.step, accumulate(self._of_step)
-        before = chain([0], ends)
-        return kept // self.step * len(self._of_step) + sum(begin < rest for begin in list(before)[:-1])
+    def begin(self, batches_before: int) -> None:
+        """Call when a pass draws its first micro-batch.
 
-    @property
-    def _of_step(self) -> list[int]:
-        return cut(self.step, [1.0] * self.micro_batches)
+        Args:
+            batches_before: The number of its micro-batches that were drawn before a resume.
+        """
+        if batches_before == 0:
+            self.cuts[:] = [(0, self.cuts[-1][1])]
+        self.drawn = batches_before
+        self._samples.clear()
+
+    def own(self, batch: list[Any]) -> list[Any]:
+        """This rank's part of the next micro-batch."""
+        shares = next(shares for begin, shares in reversed(self.cuts) if begin <= self.drawn)
+        parts = cut(len(batch), shares)
+        begin = sum(parts[: self._rank])
+        own = batch[begin : begin + parts[self._rank]]
+        self._samples[self.drawn] = len(own)
+        self.drawn += 1
+        # No batch can be empty. This one counts nothing.
+        return own or batch[:1]
+
+    def samples(self, number: int) -> int:
+        """The samples of this rank's part of a micro-batch. Those before it are forgotten."""
+        self._samples = {one: samples for one, samples in self._samples.items() if one >= number}
+        return self._samples[number]

@@ -213,11 +213,6 @@ class DivisionPolicy:
                 " bounds the memory of a micro-batch. If it fits, set a larger max_share."
             )
 
-    @property
-    def divides(self) -> bool:
-        """Whether samples are divided otherwise than by Lightning's sampler."""
-        return self.keep_global_batch or self.rank_shares != "equal"
-
 
 _IN_FLIGHT_ON_GPU = 4
 """Enough to keep the network busy: one bucket is sent, one waits for it, and two are being filled."""

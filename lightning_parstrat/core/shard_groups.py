@@ -54,26 +54,24 @@ class ShardGroups(NamedTuple):
         Raises:
             ValueError: The ranks cannot be divided into equal groups. The message contains what you can choose.
         """
-        world_size = topology.world_size
+        ranks = topology.world_size
         if choice == "all":
-            return cls.of_all(world_size)
+            return cls.of_all(ranks)
         if choice == "node":
-            nodes = [topology.node_mates(topology.nodes.index(node)) for node in dict.fromkeys(topology.nodes)]
-            sizes = [len(node) for node in nodes]
-            if len(set(sizes)) > 1:
-                raise ValueError(
-                    f"shard_group='node' needs equally many ranks on every node, and there are"
-                    f" {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}. Start as many on each, or choose"
-                    f" {_allowed(world_size)}, or 'all'."
-                )
-            return cls(tuple(nodes)) if len(nodes) > 1 else cls.of_all(world_size)
-        if choice > world_size or world_size % choice:
+            groups = [topology.node_mates(topology.nodes.index(node)) for node in dict.fromkeys(topology.nodes)]
+        else:
+            groups = [tuple(range(first, first + choice)) for first in range(0, ranks, choice)]
+        sizes = [len(group) for group in groups]
+        if len(set(sizes)) > 1 or sum(sizes) > ranks:
+            divisors = ", ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
+            counts = f" Nodes have {', '.join(map(str, sizes))} ranks." if choice == "node" else ""
             raise ValueError(
-                f"shard_group={choice} does not divide the {world_size} ranks of this training: all groups have"
-                f" equally many. Choose {_allowed(world_size)}, or 'node' or 'all'; or start a multiple of {choice}"
-                " ranks."
+                f"shard_group={choice!r} does not divide the {ranks} ranks of this training into equal groups.{counts}"
+                f" Choose one of {divisors} (consecutive ranks), 'node' for equal nodes, or 'all'. Or start another"
+                " number of ranks."
             )
-        return cls(tuple(range(first, first + choice) for first in range(0, world_size, choice)))
+        # However they were chosen, the same groups are equal.
+        return cls(tuple(groups)) if len(groups) > 1 else cls.of_all(ranks)
 
     @property
     def size(self) -> int:
@@ -123,8 +121,3 @@ class ShardGroups(NamedTuple):
 def piece_bounds(numel: int, count: int) -> list[int]:
     """The bounds of so many pieces of about the same length. Some pieces may be empty."""
     return [numel * number // count for number in range(count + 1)]
-
-
-def _allowed(world_size: int) -> str:
-    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    return f"one of {', '.join(map(str, divisors))} (consecutive ranks)"

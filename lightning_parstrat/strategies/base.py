@@ -1,5 +1,6 @@
 """The base of all strategies: the parts of a strategy, and the order in which Lightning's calls reach them."""
 
+import functools
 import sys
 import time
 from abc import abstractmethod
@@ -39,7 +40,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import Preemption
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
-from lightning_parstrat.strategies.data.rank_shares import DividedRanks, Timing
+from lightning_parstrat.strategies.data.rank_shares import DividedRanks
 from lightning_parstrat.strategies.evaluation import leave_out_padding
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
@@ -150,15 +151,14 @@ class ComposedStrategy(DDPStrategy):
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
         self._shares: DividedRanks | None = None
-        if division.divides:
-            timing = Timing(self._begin_timing, self._now)
+        if keep_global_batch or rank_shares != "equal":
             self._shares = DividedRanks(
                 self,
                 self._ranks,
                 self._resume.divide,
                 division,
                 lambda: self._checkpoints.loaded_entries,
-                timing,
+                self._timed,
                 self._fit_report.say,
             )
             # Before the part that makes samplers.
@@ -201,13 +201,16 @@ class ComposedStrategy(DDPStrategy):
         """The strategy's entries in a checkpoint, the same on all ranks."""
         return {} if self._shares is None else self._shares.entry
 
-    def _begin_timing(self) -> Callable[[], float]:
-        """Returns when nothing is in flight that a forward would wait for. The forward comes next.
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """Runs a forward when all ranks begin theirs. Otherwise an early rank would wait for others within it.
 
         Returns:
-            Called after the forward, it returns the seconds for which the forward has gathered parameters.
+            What it returned, and its seconds without those for which it has gathered parameters. Collective.
         """
-        return lambda: 0.0
+        self._ranks.wait_for_all()
+        began = self._now()
+        output = run()
+        return output, self._now() - began
 
     def _now(self) -> float:
         """A time in seconds, when the device has done its work."""
@@ -364,10 +367,8 @@ class ComposedStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step, and keeps the weight of its loss."""
-        if self._shares is None:
-            output, samples = super().training_step(*args, **kwargs), None
-        else:
-            output, samples = self._shares.training_step(super().training_step, *args, **kwargs)
+        run = functools.partial(super().training_step, *args, **kwargs)
+        output, samples = (run(), None) if self._shares is None else self._shares.training_step(run)
         self._accumulation.note_output(output, samples)
         return output
 

@@ -302,10 +302,10 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             super().teardown()
 
     @override
-    def _begin_timing(self) -> Callable[[], float]:
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         if self._engine is not None:
             self._engine.gatherer.finish()
-        return super()._begin_timing()
+        return super()._timed(run)
 
     @override
     def _entries(self) -> dict[str, Any]:

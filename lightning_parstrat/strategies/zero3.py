@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, place_in
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
@@ -263,13 +263,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
-            shares = self._policy.tensor_parallel_size > 1
-            in_plan = " A layer of the tensor-parallel plan is a shard everywhere: leave it out of the plan." * shares
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
                 " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger"
-                f" `min_num_params`.{in_plan}"
+                " `min_num_params`. A layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
             )
         return output
 
@@ -352,19 +350,17 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._fsdp_module.end_evaluation(self._ranks.control)
 
     @override
-    def _begin_timing(self) -> Callable[[], float]:
-        sharded, gathers = self._fsdp_module, list[float]()
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        gathers = list[float]()
 
         def time_gather() -> Callable[[], None]:
             began = self._now()
             return lambda: gathers.append(self._now() - began)
 
-        def end() -> float:
-            sharded.clock = None
-            return sum(gathers)
-
-        sharded.clock = time_gather
-        return end
+        self._fsdp_module.clock = time_gather
+        output, seconds = super()._timed(run)
+        self._fsdp_module.clock = None
+        return output, seconds - sum(gathers)
 
     @override
     def _module_called(self) -> str:
@@ -422,7 +418,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
-        copies = place_in(self._training_module).copies
+        copies = module_sharding(self._training_module).place.copies
         line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel(), copies)
         self._fit_report.say(line)
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]

@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parstrat.core.global_batch import (
-    Cost,
-    GlobalBatches,
-    cost_of,
-    cut,
-    fastest_cut,
-    time_of_equal_shares,
-)
+from lightning_parstrat.core.global_batch import Cost, Division, cost_of, cut, fastest_cut, time_of_equal_shares
 
 shares = st.lists(st.floats(0.01, 100), min_size=1, max_size=40)
 
@@ -80,10 +73,7 @@ def test_steps_are_the_same_by_any_number_of_micro_batches(
     step: int, unit: int, micro_batches: int, samples: int, drop_last: bool
 ) -> None:
     micro_batches = min(micro_batches, step)
-    batches = GlobalBatches(step=step, unit=unit, micro_batches=micro_batches)
-    sizes = list(batches.sizes(samples, drop_last))
-    kept = samples - samples % unit if drop_last else samples
-    assert sum(sizes) == kept and len(sizes) == batches.length(samples, drop_last)
-    assert all(size > 0 for size in sizes)
+    sizes = list(Division(step, micro_batches, unit, drop_last, 0, []).sizes(samples))
+    assert sum(sizes) == samples - samples % unit * drop_last and all(size > 0 for size in sizes)
     steps = [sum(sizes[begin : begin + micro_batches]) for begin in range(0, len(sizes), micro_batches)]
     assert all(size == step for size in steps[:-1])

@@ -34,11 +34,19 @@ def test_every_rank_holds_one_shard_of_one_copy() -> None:
                 assert tuple(chosen.holders(rank)) == tuple(other[shard] for other in groups)
 
 
+def test_the_same_groups_are_equal_by_whatever_they_were_chosen() -> None:
+    for keys, choices in (("aabb", ("node", 2)), ("aabb", ("all", 4)), ("aaa", ("all", "node", 3))):
+        assert len({ShardGroups.chosen(choice, Topology.of(keys)) for choice in choices}) == 1, keys
+
+
 def test_groups_of_unequal_size_are_refused_with_what_is_allowed() -> None:
     refused: list[tuple[Any, str, str]] = [
-        ("node", "aab", "equally many ranks on every node, and there are 2 and 1. Start as many on each"),
-        ("node", "aabbbc", "there are 2, 3 and 1.*one of 1, 2, 3, 6"),
-        (4, "aaabbb", "shard_group=4 does not divide the 6 ranks.*Choose one of 1, 2, 3, 6 .*a multiple of 4"),
+        (
+            "node",
+            "aab",
+            "'node' does not divide the 3 ranks .* equal groups. Nodes have 2, 1 ranks. Choose one of 1, 3",
+        ),
+        (4, "aaabbb", "shard_group=4 does not divide the 6 ranks.*Choose one of 1, 2, 3, 6 "),
         (8, "aabb", "shard_group=8 does not divide the 4 ranks"),
     ]
     for choice, keys, message in refused:

@@ -196,7 +196,7 @@ distributed/gradients/clipping.py: a shard that several copies hold is counted b
 + return True
 strategies/test_tensor_parallel.py::test_trains_as_one_process_does[sgd, clipped-4]
 
-distributed/fsdp/tensor_regions.py: between cut layers all ranks draw the same
+distributed/fsdp/tensor_layers.py: between cut layers all ranks draw the same
 - generator.manual_seed(zlib.crc32(states, dist.get_rank() + 1))
 + generator.manual_seed(zlib.crc32(states))
 strategies/test_tensor_parallel.py::test_between_cut_layers_each_rank_drops_other_features
@@ -204,7 +204,7 @@ strategies/test_tensor_parallel.py::test_between_cut_layers_each_rank_drops_othe
 strategies/data/same_data.py: metrics count ranks that share layers twice
 - metric.dist_sync_fn = _GatherOfData(self)
 + pass
-strategies/test_tensor_parallel.py::test_ranks_that_share_layers_count_once
+strategies/test_tensor_parallel.py::test_what_one_process_has[metrics]
 
 distributed/pipeline/holders.py: what several stages use is not summed
 - dist.all_reduce(gradient, group=group)

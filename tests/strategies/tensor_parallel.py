@@ -61,17 +61,6 @@ class NormedHeads(Attention):
         return self.norm(super().heads(one))
 
 
-class ScaledHeads(Attention):
-    """As :class:`NormedHeads`, with a number that stays whole on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def heads(self, one: Tensor) -> Tensor:
-        return self.scale * super().heads(one)
-
-
 def zeroed(attention: type[Attention]) -> type[Attention]:
     """Its output is 0 until it has learned."""
 
@@ -157,18 +146,6 @@ class InSequence(Transformer):
         return super().compute_loss(batch[:, :9])
 
 
-class Weighted(Transformer):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.compute_loss(batch), "loss_weight": float(1 + batch_idx % 2)}
-
-
-class WeightedByHand(Transformer):
-    """What :class:`Weighted` is to do in windows of two."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.compute_loss(batch) * (1 + batch_idx % 2) * 2 / 3
-
-
 class Penalised(Transformer):
     """Its loss has a gradient in it."""
 
@@ -182,7 +159,7 @@ class Penalised(Transformer):
 
 
 class Counts(Transformer):
-    """Logs sums and a metric."""
+    """Logs sums and a metric, of which copies can be made."""
 
     def build(self) -> None:
         super().build()
@@ -219,7 +196,8 @@ class Llama(zoo.Zoo):
 
 def fit(module: type[zoo.Zoo], optimizer: Any, size: int | None, strategy: dict[str, Any], **arguments: Any) -> Run:
     """Trains with layers that so many ranks share, or on a single device (None)."""
-    torch.manual_seed(0)
+    resumed = arguments.pop("ckpt_path", None)
+    torch.manual_seed(0 if resumed is None else 1)
     made, recorder = module(optimizer), Recorder()
     chosen = None if size is None else zero3(tensor_parallel_size=size, **strategy)
     replicas = 1 if size is None else dist.get_world_size() // size
@@ -228,5 +206,5 @@ def fit(module: type[zoo.Zoo], optimizer: Any, size: int | None, strategy: dict[
     data = zoo.loader(SAMPLES, BATCH // replicas, dtype, rank, replicas)
     callbacks = [recorder, *arguments.pop("callbacks", [])]
     trainer = make_trainer(chosen, callbacks=callbacks, **{"max_epochs": 2, **arguments})
-    trainer.fit(made, data, data if module is Counts else None)
+    trainer.fit(made, data, data if module is Counts else None, ckpt_path=resumed, weights_only=False)
     return Run(recorder.parameters, recorder.losses, made, trainer)

@@ -74,6 +74,7 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
         (ZeRO1Strategy, {"gather_dtype": "bf16", "master_weights": False}, "master_weights=False forgoes"),
         (TunedDDPStrategy, {"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
         (ZeRO3Strategy, {"rank_shares": [5, 1, 1, 1]}, "set a larger max_share"),
+        (ZeRO3Strategy, {"tensor_parallel_size": 2, "state_dict_type": "sharded"}, "Set state_dict_type='full'"),
         (TunedDDPStrategy, {"comm_hook": "bf16", "ddp_comm_hook": hook}, "Give one of them"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -95,7 +95,7 @@ FEATURES: dict[str, list[Shown]] = {
     "[tensor parallelism](tensor_parallel.md)": [
         by_test("strategies/test_tensor_parallel.py::test_trains_as_one_process_does", zero3_custom="yes"),
         by_test(
-            "strategies/test_tensor_parallel.py::test_layers_that_are_cut_already_are_refused",
+            "strategies/test_tensor_parallel.py::test_what_does_not_fit_is_refused",
             zero1_custom="error",
             zero2_custom="error",
             ddp_tuned="error",

@@ -12,7 +12,7 @@ from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.stepping import is_sharded, sharding_of
-from lightning_parstrat.distributed.fsdp.sharding import place_in
+from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from tests.comparing import assert_same
 from tests.strategies import zoo
@@ -173,7 +173,7 @@ def copies_of_zero3(trainer: Trainer) -> tuple[list[Tensor], int, list[Any]]:
     """The whole parameters and, with the number of this rank's shard, the shards of parameters and state."""
     parameters = list(trainer.lightning_module.parameters())
     states = [optimizer.state.get(one) for optimizer in map(unwrapped, trainer.optimizers) for one in parameters]
-    shard = place_in(trainer.lightning_module).shard
+    shard = module_sharding(trainer.lightning_module).place.shard
     own = [local(one.detach()) for one in parameters], replace_leaves(states, local)
     return [whole(one.detach()) for one in parameters], shard, list(own)
 

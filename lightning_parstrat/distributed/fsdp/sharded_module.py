@@ -32,10 +32,9 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
-from lightning_parstrat.distributed.fsdp.sharding import check_groups, is_sharded_module, planned_layers, shard
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
-from lightning_parstrat.distributed.fsdp.tensor_checks import GradientCheck
-from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions
+from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
@@ -131,7 +130,14 @@ class ShardedModule:
         is_new = not is_sharded_module(module)
         if is_new:
             shard(module, group, collectives, device, policy, by_child)
-        check_groups(module, collectives.shard_groups, policy.tensor_parallel_size)
+        sharding, size = module_sharding(module), policy.tensor_parallel_size
+        if (sharding.groups, sharding.tensor_parallel_size) != (collectives.shard_groups, size):
+            raise ValueError(
+                f"The module is already sharded over groups of {sharding.groups.size} ranks, by"
+                f" tensor_parallel_size={sharding.tensor_parallel_size}. This training has groups of"
+                f" {collectives.shard_count}, and tensor_parallel_size={size}. Set the arguments of the earlier"
+                " training. Or make a new module, and load a checkpoint into it."
+            )
         self.units = [part for part in self._parts if part is not module]
         self.clock: Callable[[], Callable[[], None]] | None = None
         """Called before each gather of a forward. It returns a function that is called after the gather."""
@@ -169,12 +175,12 @@ class ShardedModule:
             for number, (name, p) in enumerate(named)
             if name not in ignored and not isinstance(p, DTensor) and (p.is_floating_point() or p.is_complex())
         ]
-        self._hooks: list[RemovableHandle | TensorRegions] = [*self._register_hooks()]
+        self._hooks = [*self._register_hooks()]
         self._lent: dict[Tensor, RemovableHandle] = {}
-        self._gradient_check: GradientCheck | None = None
-        if planned := planned_layers(module):
-            self._hooks.append(TensorRegions(module, planned, device))
-            self._gradient_check = GradientCheck(dict(named))
+        self._cut: TensorLayers | None = None
+        if sharding.planned:
+            self._cut = TensorLayers(module, sharding.planned, device)
+            self._hooks += self._cut.hooks
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -468,9 +474,9 @@ class ShardedModule:
             if leaf.parameter in self._zeroed and not was_used:
                 # As if it had not taken part: optimizers step parameters that have a gradient.
                 leaf.parameter.grad = None
-        if self._gradient_check is not None:
+        if self._cut is not None:
             reached = {leaf.parameter for leaf, is_used in zip(self.leaves, combined.flags, strict=False) if is_used}
-            self._gradient_check.compare(reached, self._messages().control)
+            self._cut.compare_gradients(reached, self._messages().control)
         self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
         scale = factor()
         gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]

@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.fsdp.whole import let_be_copied
 from lightning_parstrat.distributed.torch_compat import take_over_attributes
 
 
-class _Sharding(NamedTuple):
+class Sharding(NamedTuple):
     """How a module is sharded.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Sharding(NamedTuple):
     planned: list[PlannedLayer]
 
 
-_SHARDED: "weakref.WeakKeyDictionary[nn.Module, _Sharding]" = weakref.WeakKeyDictionary()
+_SHARDED: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDictionary()
 
 
 def is_sharded_module(module: nn.Module) -> bool:
@@ -54,30 +54,9 @@ def is_sharded_module(module: nn.Module) -> bool:
     return module in _SHARDED
 
 
-def check_groups(module: nn.Module, groups: ShardGroups, tensor_parallel_size: int) -> None:
-    """Raises an error if a sharded module is not held by these groups. Not collective.
-
-    Raises:
-        ValueError: An earlier training has sharded it over other groups.
-    """
-    before = _SHARDED[module]
-    if (before.groups, before.tensor_parallel_size) != (groups, tensor_parallel_size):
-        raise ValueError(
-            f"The module is already sharded over groups of {before.groups.size} ranks, by"
-            f" tensor_parallel_size={before.tensor_parallel_size}. This training has groups of {groups.size}, and"
-            f" tensor_parallel_size={tensor_parallel_size}. Set the arguments of the earlier training. Or make a new"
-            " module, and load a checkpoint into it."
-        )
-
-
-def planned_layers(module: nn.Module) -> list[PlannedLayer]:
-    """The layers of a sharded module that are cut over tensor-parallel ranks."""
-    return _SHARDED[module].planned
-
-
-def place_in(module: nn.Module) -> ShardPlace:
-    """The part of a sharded module that this rank holds."""
-    return _SHARDED[module].place
+def module_sharding(module: nn.Module) -> Sharding:
+    """How :func:`shard` has sharded a module."""
+    return _SHARDED[module]
 
 
 def shard(
@@ -147,7 +126,7 @@ def shard(
         if isinstance(part, nn.RNNBase):
             # On a GPU its forward sets `data` of parameters that are other objects than before: gathered ones.
             vars(part)["flatten_parameters"] = _leave_where_they_are
-    _SHARDED[module] = _Sharding(collectives.shard_groups, collectives.place, size, planned)
+    _SHARDED[module] = Sharding(collectives.shard_groups, collectives.place, size, planned)
 
 
 def _make_mesh(

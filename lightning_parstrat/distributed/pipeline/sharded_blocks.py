@@ -22,9 +22,8 @@ from lightning_parstrat.distributed.comm.agreement import any_rank_for_each
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
-from lightning_parstrat.distributed.fsdp.tensor_checks import GradientCheck
+from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
-from lightning_parstrat.distributed.fsdp.tensor_regions import TensorRegions
 from lightning_parstrat.distributed.torch_compat import (
     has_hooks,
     reduce_accumulated,
@@ -89,12 +88,7 @@ class ShardedBlocks:
         # So gathered tensors are never those of an inference, which no backward can use.
         self.gather()
         self.free()
-        self._regions: TensorRegions | None = None
-        self._check: GradientCheck | None = None
-        if planned:
-            self._regions = TensorRegions(module, planned, device)
-            named = {f"{name}.{own}": p for name, block in self.copies.items() for own, p in block.named_parameters()}
-            self._check = GradientCheck(named)
+        self._layers = TensorLayers(module, planned, device) if planned else None
 
     @property
     def are_sharded(self) -> bool:
@@ -144,10 +138,10 @@ class ShardedBlocks:
             used = any_rank_for_each([one not in self._zeroed for one in parameters], replicas)
             for parameter, is_used in zip(parameters, used, strict=True):
                 parameter.grad = parameter.grad if is_used else None
-        if self._check is not None:
+        if self._layers is not None:
             every: list[Tensor] = [one for block in self.copies.values() for one in block.parameters()]
             own = {one for one in every if one.grad is not None}
-            self._check.compare(own, of_stage)
+            self._layers.compare_gradients(own, of_stage)
 
     @contextmanager
     def originals_in_place(self) -> Iterator[None]:
@@ -161,8 +155,8 @@ class ShardedBlocks:
 
     def close(self) -> None:
         """Gives the module its own blocks again. Not collective."""
-        if self._regions is not None:
-            self._regions.remove()
+        for hook in self._layers.hooks if self._layers is not None else ():
+            hook.remove()
         self._put_originals()
 
     def _put_originals(self) -> None:

@@ -13,7 +13,7 @@ from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine.cuts import Cut, Run, cuts_in_rows
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, place_in
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     gather_optimizer_state,
@@ -86,11 +86,11 @@ class FullyShardedState(TrainingState):
 
     @override
     def cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
-        return cuts_in_rows(grouped_parameters(optimizer), place_in(self._module))
+        return cuts_in_rows(grouped_parameters(optimizer), module_sharding(self._module).place)
 
     @override
     def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
-        return cuts_in_rows(self._written_parameters().values(), place_in(self._module))
+        return cuts_in_rows(self._written_parameters().values(), module_sharding(self._module).place)
 
     @override
     def _written_parameters(self) -> Mapping[str, Tensor]:

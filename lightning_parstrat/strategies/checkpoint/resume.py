@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_parstrat.core.global_batch import Division
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -32,7 +33,6 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     set_back,
     validate_or_pass_over,
 )
-from lightning_parstrat.strategies.data.global_batches import Division
 from lightning_parstrat.strategies.data.places import (
     Moment,
     Place,

@@ -4,6 +4,7 @@ A checkpoint holds the random state in which an epoch began, and the number and 
 the indices only if another number of ranks has begun the epoch.
 """
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from typing_extensions import override
 
 from lightning_parstrat.core.epoch_order import left_of_turns, share
+from lightning_parstrat.core.global_batch import Division
 from lightning_parstrat.distributed.torch_compat import present_pass
-from lightning_parstrat.strategies.data.global_batches import Division, as_rank
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import sampler_within
@@ -156,7 +157,7 @@ class PositionedSampler(StandIn):
     def source(self) -> Any:
         """The iterable of the items that batches are made of, or of the batches."""
         source = self.stands_for.sampler if self._is_plain else self.stands_for
-        return source if self.division is None else as_rank(source, 0, 1)
+        return source if self.division is None else _as_rank(source, 0, 1)
 
     @property
     def batch_size(self) -> int | None:
@@ -172,8 +173,7 @@ class PositionedSampler(StandIn):
         """
         own = self.stands_for
         if self.division is not None:
-            sizes = self.division.batches.sizes(len(self.source) - taken, own.drop_last)
-            return (list(islice(items, size)) for size in sizes)
+            return (list(islice(items, size)) for size in self.division.sizes(len(self.source) - taken))
         return BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items
 
     def samples_of(self, batches: int, taken: int) -> int:
@@ -185,14 +185,13 @@ class PositionedSampler(StandIn):
         """
         if self.division is None:
             return batches * (self.batch_size or 1)
-        sizes = self.division.batches.sizes(len(self.source) - taken, self.stands_for.drop_last)
-        return sum(islice(sizes, batches))
+        return sum(islice(self.division.sizes(len(self.source) - taken), batches))
 
     def _length(self, items: int) -> int:
         """The number of batches that so many items make."""
         own = self.stands_for
         if self.division is not None:
-            return self.division.batches.length(items, own.drop_last)
+            return sum(1 for _ in self.division.sizes(items))
         return len(BatchSampler(range(items), own.batch_size, own.drop_last)) if self._is_plain else items
 
     @override
@@ -291,7 +290,7 @@ class PositionedSampler(StandIn):
         for one, position in enumerate(positions):
             if position is None:
                 return None
-            begin, sampler = position["begin"], as_rank(source, one, len(positions))
+            begin, sampler = position["begin"], _as_rank(source, one, len(positions))
             with self._drawn_again(sampler, begin) as items:
                 # No more than its length: the sampler may yield items forever.
                 parts.append(list(items if "items" in begin else islice(items, len(sampler))))
@@ -303,6 +302,19 @@ class PositionedSampler(StandIn):
         own = _packed(share(left, rank, ranks))
         nothing = {"taken": 0, "drawn": 0, "digest": hashlib.sha256().hexdigest(), "batches": None}
         return None if own is None else {"begin": {"items": own, "whole": len(left)}, **nothing}
+
+
+def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
+    """A copy of a sampler that shares an order with other ranks, as one of these ranks would have it."""
+    own = copy.copy(sampler)
+    inner = own if isinstance(own, DistributedSampler) else copy.copy(own.sampler)
+    samples = len(inner.dataset)
+    inner.rank, inner.num_replicas = rank, ranks
+    inner.num_samples = samples // ranks if inner.drop_last else -(-samples // ranks)
+    inner.total_size = ranks * inner.num_samples
+    if inner is not own:
+        own.sampler = inner
+    return own
 
 
 def _add(digest: Any, items: Iterable[Any]) -> None:

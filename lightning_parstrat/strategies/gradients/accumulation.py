@@ -17,13 +17,12 @@ from typing_extensions import override
 from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale
 from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError, StepGradients
 from lightning_parstrat.distributed.gradients.loss_weights import (
     WEIGHT_CAME_LATE,
-    InconsistentWeightsError,
     LossWeights,
     Watch,
 )
@@ -142,31 +141,23 @@ class Accumulation(Part):
 
         Args:
             output: What it returned.
-            samples: The weight if it returns none. Collective in the first step then.
+            samples: The weight in a training that returns none. Collective in the first step then.
         """
         self._loss_weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
+        is_given = self._loss_weight is not None
         if samples is not None:
-            self._loss_weight = self._weight_or(samples)
-        if self._loss_weight is not None and not self._module.automatic_optimization:
+            if self._by_samples is None:
+                self._by_samples = not any_rank(is_given, self._ranks.control)
+            if self._by_samples and is_given and self._weights is not None:
+                self._weights.note_fault(WEIGHT_CAME_LATE)
+            # A rank without samples repeats one, which counts nothing.
+            self._loss_weight = samples if self._by_samples or samples == 0 else self._loss_weight
+        elif is_given and not self._module.automatic_optimization:
             self._hooks.say(
                 "`loss_weight` has no effect in manual optimization: `training_step` returns after its backward:"
                 " multiply the loss by it.",
                 True,
             )
-
-    def _weight_or(self, samples: int) -> Any:
-        """The weight that was returned, or the samples. Never both in one training."""
-        is_given = self._loss_weight is not None
-        if self._by_samples is None:
-            if not all_have_same(int(is_given), self._ranks.control):
-                raise InconsistentWeightsError(
-                    "`training_step` returned a `loss_weight` on some ranks and none on others. Return it on all ranks."
-                )
-            self._by_samples = not is_given
-        if self._by_samples and is_given and self._weights is not None:
-            self._weights.note_fault(WEIGHT_CAME_LATE)
-        # A rank without samples repeats one, which counts nothing.
-        return samples if self._by_samples or samples == 0 else self._loss_weight
 
     def begin_backward(self, loss: Tensor) -> None:
         """Makes backward weigh the loss. The last backward of a window leaves the mean over the whole window."""

@@ -1,0 +1,254 @@
+"""Forwards and backwards of layers that ranks share: random numbers of each rank, and checks of plan and code.
+
+Between a column-wise and a row-wise layer, each rank has a part of the features. So each draws its own random numbers
+there, for dropout. Everywhere else all ranks that share layers draw the same.
+
+Two checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So one
+module of each kind is called once with cut layers and once with whole ones. And a layer between cut ones may be missing
+in the plan. So gradients of whole layers are compared between the ranks that share the others.
+"""
+
+import copy
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.engine.activation_checkpointing import buffers_kept
+from lightning_parstrat.distributed.engine.cuts import local
+from lightning_parstrat.distributed.engine.cuts import whole as full
+from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, TensorPlanError, region_of
+from lightning_parstrat.distributed.fsdp.whole import plain
+
+_TOLERANCE = 1e-3
+"""Of a result in fp32, relative to its largest element."""
+
+_DIFFERENCE = 1e-2
+"""Of the norm of a gradient."""
+
+_ROUNDING = 1e-5
+"""Of the largest norm of a gradient. Smaller gradients may be nothing but roundings."""
+
+_COMPARED_STEPS = 100
+"""The steps in which each gradient is compared. It may begin with nothing but roundings."""
+
+
+class TensorLayers:
+    """Follows a module whose layers are cut, from now on.
+
+    Attributes:
+        hooks: To remove when the training ends.
+
+    Args:
+        module: The module. Its layers are cut.
+        planned: The layers.
+        device: The device of the module.
+    """
+
+    def __init__(self, module: nn.Module, planned: Sequence[PlannedLayer], device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._shared: list[Tensor] | None = None
+        """The states of the generators outside of a region, if a forward is within one."""
+        self._begun: list[Tensor] = []
+        cut = {parameter for one in planned for parameter in one.layer.parameters()}
+        self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter not in cut}
+        self._compared: Counter[str] = Counter()
+        self._group = next(one.device_mesh for one in cut if isinstance(one, DTensor)).get_group("tensor")
+        self.hooks: list[RemovableHandle] = []
+        named, kinds = dict(module.named_modules()), set[Any]()
+        for one in planned:
+            self.hooks.append(one.layer.register_forward_pre_hook(self._leave))
+            self.hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
+            if one.gives_shards:
+                self.hooks.append(one.layer.register_forward_hook(self._enter))
+        for name in dict.fromkeys(region_of(one, planned, named) for one in planned if one.gives_shards):
+            # It ends there at the latest, and if an exception ends the forward.
+            self.hooks.append(named[name].register_forward_hook(self._leave, always_call=True))
+            own = [one for one in planned if one.name.startswith(f"{name}.")]
+            kind = (type(named[name]), *((one.name.removeprefix(name), type(one.style)) for one in own))
+            if kind not in kinds and all(map(_is_whole_outside, own)):
+                kinds.add(kind)
+                self._check_at_first_call(named[name], name, [one.layer for one in own if one.takes_shards])
+
+    # Random numbers.
+
+    def _enter(self, layer: nn.Module, *_: Any) -> None:
+        if layer.training and self._shared is None:
+            self._shared = self._states()
+            # The same in a recomputation, which begins with the same states. A CPU's generator takes 32 bits of a seed.
+            states = b"".join(state.numpy().tobytes() for state in self._shared)
+            for generator in self._generators:
+                generator.manual_seed(zlib.crc32(states, dist.get_rank() + 1))
+            self._begun = self._states()
+
+    def _leave(self, *_: Any) -> None:
+        if self._shared is None:
+            return
+        is_drawn = not all(map(torch.equal, self._states(), self._begun))
+        for generator, state in zip(self._generators, self._shared, strict=True):
+            generator.set_state(state)
+            if is_drawn:
+                # Otherwise the next region would draw the same.
+                torch.rand((), generator=generator, device=generator.device)
+        self._shared = None
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    # The first call.
+
+    def _check_at_first_call(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module]) -> None:
+        def check(part: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()
+            self._check(part, name, row_wise, (args, kwargs))
+
+        handle = part.register_forward_pre_hook(check, with_kwargs=True)
+        self.hooks.append(handle)
+
+    @torch.no_grad()
+    def _check(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module], inputs: Any) -> None:
+        """Calls a module with its layers cut and with whole layers. Collective. It sends the module's parameters once.
+
+        What cannot be called twice, or draws random numbers in evaluation, is not checked.
+
+        Raises:
+            TensorPlanError: The results differ.
+        """
+        training = [inner for inner in part.modules() if inner.training]
+        inner_units = [inner for inner in part.modules() if isinstance(inner, FSDPModule) and inner is not part]
+        before = self._states()
+        for unit in inner_units:
+            unit.unshard()
+        try:
+            part.eval()
+            with torch.autocast(next(part.parameters()).device.type, enabled=False):
+                cut = _tensors_of(part, inputs, row_wise, True)
+                draws = not all(map(torch.equal, self._states(), before))
+                whole = _tensors_of(part, inputs, row_wise, False)
+        except Exception:
+            # If the cut layers cannot be called, training raises the error.
+            return
+        finally:
+            for inner in training:
+                inner.training = True
+            for unit in inner_units:
+                unit.reshard()
+            for generator, state in zip(self._generators, before, strict=True):
+                generator.set_state(state)
+        # All of them, as whole tensors are collective.
+        differ = [self._differ(*pair) for pair in zip(cut, whole, strict=False)]
+        if not draws and (len(cut) != len(whole) or any(differ)):
+            raise TensorPlanError(
+                f"With the layers of its tensor-parallel plan cut, {name!r} computes something else than with whole"
+                f" layers. Its `forward` may read a number that is of all ranks, as in `view(batch, length,"
+                f" self.num_heads, -1)`. Each rank has a part of the heads: write `view(batch, length, -1,"
+                f" self.head_dim)`. Or leave its layers out of the plan."
+            )
+
+    def _differ(self, one: Tensor, whole: Tensor) -> bool:
+        # A tensor of all features, or of this rank's part. Others are of its heads, such as the weights of attention.
+        one = full(one).float()
+        if one.shape != whole.shape:
+            whole = whole.tensor_split(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
+        if one.shape != whole.shape or not one.numel():
+            return False
+        largest = float(whole.float().nan_to_num(0.0, 0.0, 0.0).abs().max())
+        # Both may have NaN in a place, such as a row that a mask hides.
+        return not torch.allclose(one, whole.float(), rtol=0.0, atol=_TOLERANCE * largest, equal_nan=True)
+
+    # Gradients.
+
+    @torch.no_grad()
+    def compare_gradients(self, used: set[Tensor], control: Collectives) -> None:
+        """Compares gradients of whole layers that are larger than roundings. Collective, in the first steps of each.
+
+        Args:
+            used: Parameters that some rank has used in this step, the same on all ranks.
+            control: Works on host memory.
+
+        Raises:
+            TensorPlanError: Gradients differ. Raised on all ranks.
+        """
+        found = {
+            name: one for name, one in self._whole.items() if one in used and self._compared[name] < _COMPARED_STEPS
+        }
+        if not found:
+            return
+        self._compared.update(found.keys())
+        norms = [torch.zeros(()) if one.grad is None else local(one.grad).float().norm() for one in found.values()]
+        device = next(iter(found.values())).device
+        most, least = torch.stack([norm.to(device) for norm in norms]).repeat(2, 1)
+        for extreme, op in ((most, dist.ReduceOp.MAX), (least, dist.ReduceOp.MIN)):
+            dist.all_reduce(extreme, op=op, group=self._group)
+        differs = (most > _ROUNDING * most.max()) & (most - least > _DIFFERENCE * most)
+        # Ranks that share other layers have other shards of these.
+        differs = differs.to(torch.uint8).cpu()
+        control.all_reduce(differs, op=dist.ReduceOp.MAX).wait()
+        differing = [name for name, is_different in zip(found, differs.tolist(), strict=True) if is_different]
+        if differing:
+            raise TensorPlanError(
+                "The ranks that share tensor-parallel layers have different gradients of"
+                f" {listed(differing)}, which the plan leaves whole. Either it is used between layers that"
+                " are cut: leave these out of the plan, or put it in by a style of torch.distributed.tensor.parallel."
+                " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
+            )
+
+
+def _is_whole_outside(one: PlannedLayer) -> bool:
+    """Whether a module that holds a layer takes and gives whole tensors, unless they come from other such layers."""
+    if isinstance(one.style, ColwiseParallel):
+        return one.style.input_layouts[0].is_replicate()
+    return isinstance(one.style, RowwiseParallel) and one.style.output_layouts[0].is_replicate()
+
+
+def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], keeps_cut: bool) -> list[Tensor]:
+    """What row-wise layers are given in a call of a module, and what it returns, with its layers cut or whole."""
+    own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
+    given: list[Tensor] = []
+    with plain(part, keeps_cut), buffers_kept(list(part.buffers())):
+        hooks = [one.register_forward_pre_hook(lambda _, args: given.append(args[0]), prepend=True) for one in row_wise]
+        try:
+            for owner, name, parameter in own:
+                value = parameter.detach() if keeps_cut else full(parameter.detach())
+                setattr(owner, name, nn.Parameter(_wide(value), False))
+            args, kwargs = copy.deepcopy(replace_leaves(inputs, lambda tensor: _wide(tensor.detach())))
+            # Of the class: an object may count its calls.
+            output = type(part).forward(part, *args, **kwargs)
+            return [*given, *(leaf.tensor for leaf in leaves(output))]
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for owner, name, parameter in own:
+                setattr(owner, name, parameter)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+
+
+def _refuse_graphs(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    """Refuses gradients of gradients through a cut layer: torch cuts them off without a word."""
+
+    def refuse(_: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise TensorPlanError(
+                f"A loss contains gradients that go through {name!r}, a tensor-parallel layer. torch cannot compute"
+                " gradients of these. Leave the layer out of the plan, or compute the loss without gradients."
+            )
+
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(refuse)  # type: ignore[no-untyped-call]
