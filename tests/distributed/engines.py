@@ -84,11 +84,6 @@ def adafactor(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.02)
 
 
-def adagrad(parameters: Iterable[Any]) -> Optimizer:
-    """Has state before it has stepped."""
-    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.125)
-
-
 def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))

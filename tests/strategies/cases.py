@@ -225,7 +225,6 @@ CASES = {
     "reused under checkpoints": Case(
         odd.ReusedUnderCheckpoints, trainer=CLIP, zero3="use_reentrant=False", ddp_tuned="ready only once"
     ),
-    "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED),
     "compiled as a whole": Case(odd.compiled_as_a_whole, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED),
     "compiled blocks": Case(odd.CompiledBlocks, trainer=CLIP, oracle="ddp", world_sizes=(2, 3), tolerance=COMPILED),
     "compiled blocks within wrappers": Case(odd.WrappedBlocks, oracle="ddp", world_sizes=(2, 3), tolerance=COMPILED),
@@ -235,10 +234,6 @@ CASES = {
     "compiled in the middle": Case(odd.CompilesLater, oracle="ddp", world_sizes=(2, 3), zero3="which is a shard there"),
     # No input of theirs needs gradients, so the blocks get none.
     "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP, ddp_tuned=WAITS),
-    "attention by torch's kernels": Case(odd.AttendingBlocks, trainer=CLIP),
-    "attention by torch's kernels, bf16 autocast": Case(
-        odd.AttendingBlocks, trainer={"precision": "bf16-mixed"}, oracle="ddp", world_sizes=(2, 3)
-    ),
     "a rate on the device": Case(zoo.Attention, capturable, trainer=CLIP),
     # The shards of zero3_custom are not what was detached.
     "views are held": Case(odd.HoldsViews, oracle="ddp", zero3=None),
@@ -262,9 +257,6 @@ CASES = {
     "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}, zero3=None),
     "zeroes without a choice": Case(zoo.MLP, odd_optimizers.ZeroesWithoutChoice),
     "another optimizer takes over": Case(odd.MoreOptimizers),
-    "clip by value, fewer parameters than ranks": Case(
-        zoo.BareParameters, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    ),
     "by closure": Case(odd.ByClosure, oracle="ddp"),
     # DDP does not average its gradients; here they are.
     "backward without a word": Case(odd.Unannounced, strategy=EXPOSED, ddp_tuned=None),
@@ -272,10 +264,8 @@ CASES = {
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
     # Moving targets.
     "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
-    "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP, zero3=FORGETS),
     "traded data": Case(odd.TradedData, trainer=CLIP, zero3=FORGETS),
-    "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3), zero3=FORGETS),
     "changes the optimizer's state": Case(odd.ChangesState),
     "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
     "groups added": Case(odd.GroupsAdded),
@@ -341,7 +331,6 @@ CASES = {
     "meta: made anew, the root too": of_shards(for_shards.RootMakes, needs=CPU),
     # What shards cannot do.
     "shards: a penalty": of_shards(for_shards.Penalised, zero3="was computed from a weight of a block"),
-    "shards: a penalty by hand": of_shards(for_shards.PenalisedByHand, zero3=MIXED),
     "shards: norms logged": of_shards(for_shards.LogsNorms, zero3="its data is not allocated yet"),
     "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3="setStorage"),
     "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),

@@ -36,7 +36,6 @@ from tests.strategies.callback_scripts import (
     CopiesOnOneRank,
     Fails,
     Finetuned,
-    HandMadeAverage,
     KeepsOptimizer,
     OverflowsOnOneRank,
     Plateau,
@@ -46,7 +45,6 @@ from tests.strategies.callback_scripts import (
     Tunable,
     Watch,
     WithoutOptimizer,
-    all_entry_points,
     check_ordinary_storage,
     fail_and_fit,
     fail_and_resume,
@@ -115,7 +113,6 @@ GOES_ON = "ddp_tuned"
 """Torch's DDP, whose data go on with the next sample in mid-epoch as those of ``zero1_custom`` do."""
 CASES = {
     # Averages of weights.
-    "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
     "weight averaging, resumed": Case(
         lambda folder: [WeightAveraging(), ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
         zoo.BatchNormalised,
@@ -128,7 +125,6 @@ CASES = {
         zoo.BatchNormalised,
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
-    "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
     "stochastic weight averaging, batch norm": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
         zoo.BatchNormalised,
@@ -198,8 +194,6 @@ CASES = {
         oracle=GOES_ON,
     ),
     # The Trainer's arguments.
-    "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
-    "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
     "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "no optimizer": Case(module=WithoutOptimizer),

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+# What users measure with is what the tests train.
+from benchmarks.bucketing import Case, SleepingLayers
+from benchmarks.slow_wire import SlowWire
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tuning import TuningReport
 from lightning_parstrat.distributed.ddp import bucket_tuner, reducers
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
+from tests.strategies.cases import plain_sgd
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
-from tests.strategies.sleeping import CASES, SleepingLayers, slow_wire
 from tests.undisturbed import undisturbed
 
 
@@ -166,10 +170,18 @@ class Tuned(Callback):
         self.buckets = facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]
 
 
+# Layers sleep, on an emulated network: what buckets gain there is known.
+SLEEPING = {
+    "late large tensor": Case([600_000, *[20_000] * 20], 0.04, 1e-3, 1.6e-8, by_size=False),
+    "hidden anyway": Case([10_000] * 10, 0.05, 2e-3, 1e-9),
+}
+
+
 def tune_sleeping(name: str, **arguments: Any) -> tuple[TuningReport, int, list[int]]:
     """What was found, after how many steps, and the bytes of the buckets then."""
-    case = CASES[name]
-    strategy = TunedDDPStrategy(process_group=slow_wire(case), **{"tune_steps": 4, **arguments})
+    case = SLEEPING[name]
+    slow: Any = SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
+    strategy = TunedDDPStrategy(process_group=slow, **{"tune_steps": 4, **arguments})
     tuned = Tuned()
     trainer = make_trainer(strategy, callbacks=[tuned], max_steps=60, max_epochs=-1)
     trainer.fit(SleepingLayers(case), DataLoader(torch.zeros(60 * dist.get_world_size(), 1)))
@@ -253,18 +265,6 @@ def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("no measurement today")
 
 
-class Sparse(zoo.MLP):
-    def build(self) -> None:
-        super().build()
-        self.table = nn.Embedding(5, zoo.FEATURES, sparse=True)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return super().compute_loss(batch + self.table(torch.zeros(len(batch), dtype=torch.long)))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 class OneParameter(zoo.MLP):
     def build(self) -> None:
         self.net = nn.Linear(zoo.FEATURES, 1, bias=False)
@@ -275,7 +275,7 @@ NOT_TUNED: list[tuple[type[LightningModule], Faults, dict[str, Any], str, int]] 
     (zoo.MLP, [(reducers, "_exchange", fail_on_one_rank)], {}, "rank 1: MemoryError('no room for buckets')", 1),
     (zoo.MLP, [(bucket_tuner, "verdict_on", fail)], {}, "RuntimeError: no measurement today", 1),
     (odd.RepeatedBackward, [], {}, "several backwards", 0),
-    (Sparse, [], {}, "sparse gradients", 0),
+    (partial(odd.Sparse, plain_sgd), [], {}, "sparse gradients", 0),
     (OneParameter, [], {}, "fewer than two parameters", 0),
     (zoo.MLP, [], {"ddp_comm_hook": default_hooks.allreduce_hook}, "communication hook", 0),
     (zoo.MLP, [], {"bucket_cap_mb_list": [1.0, 2.0]}, "`bucket_cap_mb_list` was given", 0),
