@@ -90,6 +90,11 @@ def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return module.to(dtype)
 
 
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
+
+
 def squared_error(module: nn.Module, number: int, shape: tuple[int, ...] = (4, 12), target: float = 0.3) -> Tensor:
     """On inputs that are drawn anew for each number, the same on all ranks."""
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(number))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -53,23 +53,12 @@ class Samples(Dataset):
         return self.batches[index // BATCH_SIZE][index % BATCH_SIZE]
 
 
-class Stream(IterableDataset):
-    """The same samples without a length."""
-
-    def __init__(self, batches: int) -> None:
-        self.samples = Samples(batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self.samples.batches:
-            yield from batch
-
-
 def sized(batches: int) -> DataLoader:
     return DataLoader(Samples(batches), batch_size=BATCH_SIZE)
 
 
 def unsized(batches: int) -> DataLoader:
-    return DataLoader(Stream(batches), batch_size=BATCH_SIZE)
+    return DataLoader(zoo.Stream(row for batch in Samples(batches).batches for row in batch), batch_size=BATCH_SIZE)
 
 
 def mixed(batches: int) -> DataLoader:

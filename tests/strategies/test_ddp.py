@@ -132,21 +132,13 @@ TRIED: dict[str, tuple[type[zoo.Zoo], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def tune_all(names: list[str]) -> dict[str, tuple[float, int, str]]:
-    return {name: tune_with_tiny_buckets(*TRIED[name]) for name in names}
-
-
 QUICK = ["clipped", "accumulated", "static", "used once", "several dtypes"]
 
 
-@pytest.mark.parametrize(
-    "names", slow_unless(lambda names: names == QUICK, [QUICK, [name for name in TRIED if name not in QUICK]])
-)
-def test_parameters_are_those_of_ddp_whatever_buckets_are_tried(pool: RankPool, names: list[str]) -> None:
-    for found in pool.run(2, tune_all, names, timeout=200.0):
-        for name, (difference, kinds, verdict) in found.items():
-            assert difference == 0.0 and kinds > 1, name
-            assert verdict in ("tuned", "default is best"), name
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, TRIED))
+def test_parameters_are_those_of_ddp_whatever_buckets_are_tried(pool: RankPool, name: str) -> None:
+    for difference, kinds, verdict in pool.run(2, tune_with_tiny_buckets, *TRIED[name]):
+        assert difference == 0.0 and kinds > 1 and verdict in ("tuned", "default is best")
 
 
 def test_three_ranks_round_sums_in_another_order_at_most(pool: RankPool) -> None:
@@ -177,11 +169,11 @@ SLEEPING = {
 }
 
 
-def tune_sleeping(name: str, **arguments: Any) -> tuple[TuningReport, int, list[int]]:
+def tune_sleeping(name: str, arguments: dict[str, Any]) -> tuple[TuningReport, int, list[int]]:
     """What was found, after how many steps, and the bytes of the buckets then."""
     case = SLEEPING[name]
     slow: Any = SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
-    strategy = TunedDDPStrategy(process_group=slow, **{"tune_steps": 4, **arguments})
+    strategy = TunedDDPStrategy(process_group=slow, tune_steps=4, **arguments)
     tuned = Tuned()
     trainer = make_trainer(strategy, callbacks=[tuned], max_steps=60, max_epochs=-1)
     trainer.fit(SleepingLayers(case), DataLoader(torch.zeros(60 * dist.get_world_size(), 1)))
@@ -193,7 +185,7 @@ def tune_sleeping(name: str, **arguments: Any) -> tuple[TuningReport, int, list[
 @pytest.mark.alone
 @undisturbed
 def test_buckets_are_changed_where_that_pays(pool: RankPool, tmp_path: Path) -> None:
-    (report, over_after, buckets), (of_rank_1, *_) = pool.run(2, tune_sleeping, "late large tensor")
+    (report, over_after, buckets), (of_rank_1, *_) = pool.run(2, tune_sleeping, "late large tensor", {})
     assert of_rank_1 == report and report.verdict == "tuned", str(report)
     seconds = dict(report.tried)
     assert report.cap is not None and seconds[report.cap] < seconds[None]
@@ -204,28 +196,24 @@ def test_buckets_are_changed_where_that_pays(pool: RankPool, tmp_path: Path) -> 
     assert "MiB gains" in report.headline and str(report).count("forward and backward") == len(report.tried)
 
 
-def tune_generously(name: str) -> tuple[TuningReport, int, list[int]]:
-    return tune_sleeping(name, tune_tolerance=0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.alone
 @undisturbed
 def test_the_default_is_left_alone_where_nothing_is_to_be_gained(pool: RankPool, tmp_path: Path) -> None:
-    report, _, buckets = pool.run(2, tune_generously, "hidden anyway")[0]
+    report, _, buckets = pool.run(2, tune_sleeping, "hidden anyway", {"tune_tolerance": 0.1})[0]
     assert (report.verdict, report.cap) == ("default is best", None) and "instead of" in report.reason
     assert buckets == [400_000]
 
 
 def tune_twice(folder: str, disturb: Callable[[Path], None] | None) -> list[Any]:
-    found = [tune_sleeping("late large tensor", plan_cache=folder)]
+    found = [tune_sleeping("late large tensor", {"plan_cache": folder})]
     dist.barrier()
     if disturb is not None and dist.get_rank() == 0:
         disturb(next(Path(folder).glob("plan-*.json")))
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found.append(tune_sleeping("late large tensor", plan_cache=folder))
+        found.append(tune_sleeping("late large tensor", {"plan_cache": folder}))
     return [*found, sum("the plan in the cache" in str(one.message) for one in caught)]
 
 

@@ -331,15 +331,11 @@ def tune_and_unfreeze(batch: int) -> tuple[float, float, str]:
     return largest_difference(actual, expected), apart(actual), strategy.tuning_report.verdict
 
 
-def tune_and_unfreeze_at_all_times() -> list[tuple[float, float, str]]:
-    return [tune_and_unfreeze(batch) for batch in (0, 5, 9, 14, 30)]
-
-
 @pytest.mark.slow
-def test_buckets_are_tuned_anew(pool: RankPool) -> None:
-    for found in pool.run(2, tune_and_unfreeze_at_all_times, timeout=200.0):
-        for difference, between_ranks, verdict in found:
-            assert difference <= FP32 and between_ranks == 0 and verdict in ("tuned", "default is best")
+@pytest.mark.parametrize("batch", [0, 5, 9, 14, 30])
+def test_buckets_are_tuned_anew(pool: RankPool, batch: int) -> None:
+    for difference, between_ranks, verdict in pool.run(2, tune_and_unfreeze, batch):
+        assert difference <= FP32 and between_ranks == 0 and verdict in ("tuned", "default is best")
 
 
 class Disagrees(Flips):

@@ -1,6 +1,6 @@
 """Small modules of different kinds. None of them knows of the package under test."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 FEATURES = 12
 OptimizerFactory = Callable[[Iterable[Any]], Any]
@@ -26,6 +26,16 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.data[index]
+
+
+class Stream(IterableDataset):
+    """Of unknown length."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
 
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:

@@ -9,6 +9,7 @@ from tests.distributed.engines import (
     Log,
     LoggedCollectives,
     backward,
+    layers,
     log_reductions,
     make_engine,
     perceptron,
@@ -18,17 +19,13 @@ from tests.distributed.engines import (
 from tests.pool import RankPool
 
 
-def net(layers: int = 6, width: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-
-
 def most_in_flight(bound: int | None) -> int:
-    module = net()
+    """Of six buckets."""
+    module = layers(3)
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), max_inflight_buckets=bound)
     log: Log = []
     log_reductions(engine, log)
-    backward(engine, module(torch.ones(2, 8)).sum())
+    backward(engine, module(torch.ones(2, 6)).sum())
     most = current = 0
     for event, _ in log:
         current += {"launch reduce": 1, "wait reduce": -1}.get(event, 0)

@@ -26,15 +26,6 @@ def loss_of(module: nn.Module) -> Tensor:
     return module(torch.ones(2, 5)).pow(2).sum()
 
 
-def stepped_in_full(module: nn.Module, before: list[Tensor]) -> bool:
-    """Whether every element moved, on every rank: those this rank owns and those it gathered."""
-    return all(bool((now != then).all()) for now, then in zip(module.parameters(), before, strict=True))
-
-
-def snapshot(module: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
 class StepsInParts(torch.optim.SGD):
     """As SAM does: a step of other methods of its own, which zero gradients."""
 
@@ -56,10 +47,12 @@ def left_as_it_was() -> None:
         assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
         assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
         assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
-        before = snapshot(module)
+        before = [parameter.detach().clone() for parameter in parameters]
         backward(engine, loss_of(module))
         optimizer.step()
-        assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
+        # Every element has moved, on every rank.
+        assert all(bool((now != then).all()) for now, then in zip(parameters, before, strict=True))
+        assert is_sharded(optimizer) and type(optimizer) is cls
         engine.close()
         optimizer.step()
         # What schedulers ask for may stay.

@@ -4,18 +4,11 @@ from functools import partial
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.engines import backward, make_engine, sgd, squared_error
+from tests.distributed.engines import backward, layers, make_engine, sgd, squared_error
 from tests.pool import RankPool
-
-
-def layers(count: int = 4) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
-
 
 # A few samples for each rank.
 loss_of = partial(squared_error, shape=(3, 6), target=0.0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import lightning_parstrat
 from tests.comparing import distance
@@ -47,6 +47,7 @@ from tests.strategies.data.rows import (
 from tests.strategies.data.trainings import Saves, Sees, differences, fit, trainer_and_module
 from tests.strategies.parity import make_trainer
 from tests.strategies.test_dataloaders import workers_allowed
+from tests.strategies.zoo import Stream
 
 TWICE = {
     **dict.fromkeys(("any hook", "in windows", "any hook, no length", "twice an epoch"), BATCHES[1:]),
@@ -262,11 +263,6 @@ class OwnClass(DataLoader[Tensor]):
         return map(torch.clone, super().__iter__())
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(Numbered(100).__getitem__, range(100))
-
-
 class Plain:
     """Iterable, and nothing more."""
 
@@ -281,7 +277,7 @@ def twice() -> list[Any]:
 
 LOST = {
     "(OwnClass over Numbered)": lambda: OwnClass(Numbered(), batch_size=4),
-    "(DataLoader over Stream)": lambda: DataLoader(Stream(), batch_size=4),
+    "(DataLoader over Stream)": lambda: DataLoader(Stream(map(Numbered(100).__getitem__, range(100))), batch_size=4),
     "(Plain)": Plain,
     "used in two places, give each a separate loader": twice,
     "nothing": loader,

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_parstrat.errors import InconsistentWeightsError
 from tests.comparing import distance, worst
@@ -35,6 +35,7 @@ from tests.strategies.gradients.big_batch import (
 )
 from tests.strategies.gradients.trainings import KINDS, WEIGHTS, by_pairs, ranks_batches, strategy
 from tests.strategies.parity import make_trainer, whole
+from tests.strategies.zoo import Stream
 
 Windows = Sequence[Sequence[int]]
 
@@ -95,18 +96,8 @@ class Validated(Regression):
         nn.functional.mse_loss(self.network(batch.inputs), batch.targets)
 
 
-class Endless(IterableDataset[Any]):
-    """Has no length."""
-
-    def __init__(self, batches: Sequence[Sample]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.batches)
-
-
 def endless(batches: Sequence[Sample]) -> DataLoader[Any]:
-    return DataLoader(Endless(batches), batch_size=None)
+    return DataLoader(Stream(batches), batch_size=None)
 
 
 class Weighed(Regression):
