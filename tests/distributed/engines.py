@@ -80,7 +80,6 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
 
 
 def adafactor(parameters: Iterable[Any]) -> Optimizer:
-    """Looks at whole parameters."""
     return torch.optim.Adafactor(parameters, lr=0.02)
 
 

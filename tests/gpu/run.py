@@ -51,8 +51,6 @@ GROUPS = (
 
 
 class Result(NamedTuple):
-    """Of one test."""
-
     name: str
     outcome: str
     reason: str = ""
@@ -165,7 +163,6 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def line(result: Result) -> str:
-    """Of the table."""
     reason = f" ({' '.join(result.reason.split())[:300]})" if result.outcome in (SKIPPED, NOT_RUN) else ""
     return f"{result.name.removeprefix('tests/'):<100} {result.outcome}{reason}"
 

@@ -139,7 +139,6 @@ def third_party(optimizer: Callable[..., Optimizer], module: type[zoo.Zoo] = zoo
 
 
 def by_loss(module: type[zoo.Zoo] = zoo.MLP, **more: Any) -> Case:
-    """By LBFGS, which evaluates its closure again."""
     defaults = {"optimizer": lbfgs, "trainer": DOUBLE, "tolerance": FP64, "world_sizes": (2, 3)}
     return Case(module, zero3=NEEDS_CLOSURE, **{**defaults, **more})
 

@@ -49,8 +49,6 @@ class NeverTrained(MLP):
 
 
 class SharedParameter(StepsByHand, MLP):
-    """One layer is in two optimizers."""
-
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.parameters()), torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.5)]
 
@@ -89,8 +87,6 @@ class Layouts(Zoo):
 
 
 class SeveralDtypes(Zoo):
-    """Single and double precision side by side."""
-
     def build(self) -> None:
         self.wide = nn.Linear(FEATURES, 7).double()
         self.narrow = nn.Linear(7, 5)
@@ -374,8 +370,6 @@ class InnerBackward(MLP):
 
 
 class MoreOptimizers(MLP):
-    """Another optimizer takes over in the middle of training."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]

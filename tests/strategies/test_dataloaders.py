@@ -115,8 +115,6 @@ CYCLED_UNSIZED = together("max_size_cycle", unsized, unsized)
 
 
 class Kept(Takes):
-    """The same loaders in each epoch."""
-
     kept: CombinedLoader | None = None
     even = False
 
@@ -134,8 +132,6 @@ class ValidatesAlone(zoo.BatchNormalised):
 
 
 class FetchesItself(Takes):
-    """Draws from the loader within the step."""
-
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return self.compute_loss(batch)

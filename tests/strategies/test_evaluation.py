@@ -87,8 +87,6 @@ class Evaluated(LightningModule):
 
 
 class Fetching(Evaluated):
-    """Fetches its batches within steps."""
-
     def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
         super().validation_step(*next(dataloader_iter))
 
@@ -96,8 +94,6 @@ class Fetching(Evaluated):
 
 
 class Noted(Callback):
-    """What callbacks see after every validation."""
-
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
 

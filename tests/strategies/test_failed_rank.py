@@ -52,8 +52,6 @@ class Played:
 
 
 class Notes(logging.Handler):
-    """Errors that are logged."""
-
     def __init__(self, events: list[str]) -> None:
         super().__init__(logging.ERROR)
         self.events = events

@@ -158,8 +158,6 @@ class Rows(nn.Module):
 
 
 class Sparse(Flips):
-    """Some gradients are sparse."""
-
     plan = {3: (1, False)}  # noqa: RUF012  (never changed)
 
     def build(self) -> None:
@@ -339,8 +337,6 @@ def test_buckets_are_tuned_anew(pool: RankPool, batch: int) -> None:
 
 
 class Disagrees(Flips):
-    """One rank does otherwise than the rest."""
-
     def flip(self, where: str) -> None:
         if dist.get_rank() == 1:
             super().flip(where)

@@ -37,8 +37,6 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Lines(logging.Handler):
-    """What this rank has said."""
-
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -111,8 +109,6 @@ class Late(BoringModel):
 
 
 class Batches(IterableDataset[torch.Tensor]):
-    """Of unknown length."""
-
     def __init__(self, model: Late) -> None:
         self.model = model
 

@@ -133,8 +133,6 @@ def test_another_training_of_a_module_may_have_another_precision(pool: RankPool)
 
 
 class FailsOnce(zoo.MLP):
-    """Fails in the third micro-batch of four."""
-
     fails = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

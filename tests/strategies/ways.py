@@ -262,7 +262,6 @@ WAYS_ON_A_DEVICE: dict[str, Way] = {
 
 
 def expected(case: Case, way: Way) -> str | None:
-    """What the case's column says."""
     return getattr(case, way.column, EQUAL)
 
 
@@ -272,7 +271,6 @@ def number_of(name: str) -> int:
 
 
 def make(name: str) -> Callable[[], zoo.Zoo]:
-    """Makes the case's module, anew for every training."""
     case = CASES[name]
     return lambda: case.module(case.optimizer)
 
@@ -297,7 +295,6 @@ def train_as_oracle(name: str, make_module: Callable[[], zoo.Zoo], accumulates: 
 
 
 def compare(name: str, way_name: str) -> Found:
-    """Trains a case in a way on this rank."""
     way = (WAYS | WAYS_ON_A_DEVICE)[way_name]
     expected = oracle(name, way.accumulates)
     actual, seen = train_in(name, way)
@@ -311,7 +308,6 @@ def train_in(name: str, way: Way) -> tuple[Run, Any]:
 
 
 def error_of(name: str, way_name: str) -> str:
-    """What a training raises on this rank."""
     try:
         train_in(name, (WAYS | WAYS_ON_A_DEVICE)[way_name])
     except Exception as error:
@@ -320,8 +316,6 @@ def error_of(name: str, way_name: str) -> str:
 
 
 class Planned(NamedTuple):
-    """A case that is trained in a way on so many ranks."""
-
     name: str
     way: str
     world_size: int

@@ -96,8 +96,6 @@ class Convolutional(Zoo):
 
 
 class TiedLanguageModel(Zoo):
-    """One matrix is both the embedding and the head."""
-
     def build(self) -> None:
         self.embedding = nn.Embedding(19, 8)
         self.mix = nn.Linear(8, 8)

@@ -183,17 +183,13 @@ def replace(module: nn.Module) -> None:
     module[2].weight.data = module[2].weight.data.flip(0) * 2
 
 
-def load(module: nn.Module) -> None:
-    module.load_state_dict({key: value * 0.5 for key, value in module.state_dict().items()})
-
-
 def zero(module: nn.Module) -> None:
     """Negative zeros where weights were negative."""
     for parameter in module.parameters():
         parameter.data.mul_(0)
 
 
-CHANGES = [copy_into, replace, load, zero]
+CHANGES = [copy_into, replace, zero]
 
 
 def changed_between_steps(change: Callable[[nn.Module], None], dtype: torch.dtype, policy: dict[str, Any]) -> None:

@@ -31,8 +31,6 @@ def originals(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A damage to what a file holds."""
-
     def damage(path: Path) -> None:
         checkpoint = torch.load(path, weights_only=False)
         change(checkpoint)

@@ -74,7 +74,6 @@ def batches() -> dict[str, int]:
 
 
 def write(module: str, strategy: str, form: str, path: str) -> None:
-    """Trains one epoch and saves it."""
     saving = ModelCheckpoint(dirpath=Path(path).parent, filename=Path(path).stem, save_top_k=-1)
     train(MODULES[module], make(strategy, form), callbacks=[saving], enable_checkpointing=True, **batches())
 

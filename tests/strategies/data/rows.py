@@ -102,8 +102,6 @@ class Unknown(Sampler[int]):
 
 
 class Unsized(Unknown):
-    """Does not say how many indices it has."""
-
     def __len__(self) -> int:
         raise TypeError
 
@@ -146,8 +144,6 @@ class StatefulLoader(DataLoader[Tensor]):
 
 
 class WithoutLength(StatefulLoader):
-    """Does not know how many batches it has."""
-
     def __len__(self) -> int:
         raise TypeError
 
