@@ -1,6 +1,7 @@
 """An engine without Lightning, and collectives that keep a log, for tests inside the pool's processes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,16 +72,9 @@ def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
     engine.reducer.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
 
 
-def sgd(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.1)
-
-
-def adafactor(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.Adafactor(parameters, lr=0.02)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=0.1)
+adafactor = partial(torch.optim.Adafactor, lr=0.02)
 
 
 def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:

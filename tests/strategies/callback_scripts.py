@@ -19,15 +19,6 @@ from tests.strategies import zoo
 from tests.strategies.parity import Recorder, whole
 
 
-class Plateau(zoo.MLP):
-    """Its learning rate falls when validation does not improve by much."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = zoo.adamw(self.parameters())
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
 class Finetuned(zoo.MLP):
     """The optimizer starts with the head; the callback adds the backbone when it thaws it."""
 

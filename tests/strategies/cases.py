@@ -5,6 +5,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,46 +54,24 @@ class Case(NamedTuple):
     needs: str = ""
 
 
-def sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def plain_sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def adagrad(parameters: Any) -> Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
-
-
-def amsgrad(parameters: Any) -> Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-4, amsgrad=True)
-
-
-def foreach(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, foreach=True)
-
-
-def fused(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+plain_sgd = partial(torch.optim.SGD, lr=0.05)
+adagrad = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1)
+amsgrad = partial(torch.optim.Adam, lr=1e-2, eps=1e-4, amsgrad=True)
+foreach = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, foreach=True)
+fused = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True)
+rmsprop = partial(torch.optim.RMSprop, lr=1e-3, eps=1e-3, momentum=0.5, centered=True)
+adafactor = partial(torch.optim.Adafactor, lr=1e-2)
+muon = partial(torch.optim.Muon, lr=0.02)
+lbfgs = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
+# Looks at the loss to find out how far to go, and evaluates it as often as that takes.
+searching = partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
 
 
 def capturable(parameters: Any) -> Optimizer:
     """A rate that lies on the device, as it must where steps are captured."""
     rate = torch.tensor(1e-2, device=devices.device())
     return torch.optim.AdamW(parameters, lr=rate, eps=1e-4, capturable=devices.kind() == "cuda")
-
-
-def rmsprop(parameters: Any) -> Optimizer:
-    return torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-3, momentum=0.5, centered=True)
-
-
-def adafactor(parameters: Any) -> Optimizer:
-    return torch.optim.Adafactor(parameters, lr=1e-2)
-
-
-def muon(parameters: Any) -> Optimizer:
-    return torch.optim.Muon(parameters, lr=0.02)
 
 
 def of_others(name: str, **arguments: Any) -> Callable[[Any], Optimizer]:
@@ -105,15 +84,6 @@ def of_others(name: str, **arguments: Any) -> Callable[[Any], Optimizer]:
         return optimizer
 
     return make
-
-
-def lbfgs(parameters: Any) -> Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
-
-
-def searching(parameters: Any) -> Optimizer:
-    """Looks at the loss to find out how far to go, and evaluates it as often as that takes."""
-    return torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
 
 
 CLIP = {"gradient_clip_val": 0.05}
@@ -262,7 +232,8 @@ CASES = {
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
     # Moving targets.
-    "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
+    "toggling": Case(odd.Toggling, trainer=WINDOW),
+    "toggling, many buckets": Case(odd.Toggling, trainer=WINDOW, strategy={"bucket_cap_mb": 1e-6}),
     "swapped data": Case(odd.SwappedData, trainer=CLIP, zero3=FORGETS),
     "traded data": Case(odd.TradedData, trainer=CLIP, zero3=FORGETS),
     "changes the optimizer's state": Case(odd.ChangesState),

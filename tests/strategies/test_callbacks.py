@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -38,7 +37,6 @@ from tests.strategies.callback_scripts import (
     Finetuned,
     KeepsOptimizer,
     OverflowsOnOneRank,
-    Plateau,
     SameOptimizer,
     Script,
     Setting,
@@ -58,7 +56,7 @@ from tests.strategies.callback_scripts import (
     stopped_early,
     validate_then_fit,
 )
-from tests.strategies.cases import EQUAL, FP64, WAITS
+from tests.strategies.cases import EQUAL, FP64
 from tests.strategies.late import late
 from tests.strategies.parity import (
     Run,
@@ -165,13 +163,6 @@ CASES = {
     ),
     "early stopping": Case(
         lambda _: [EarlyStopping("val_loss", min_delta=10.0, patience=1)], trainer={"max_epochs": 5}, look=stopped_early
-    ),
-    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}),
-    "gradient accumulation scheduler": Case(
-        lambda _: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})],
-        zoo.Unused,
-        trainer={"max_epochs": 3},
-        ddp_tuned=WAITS,
     ),
     "learning rate finder that stops early": Case(
         lambda _: [LearningRateFinder(1e-3, 30.0, num_training_steps=25, early_stop_threshold=2.0)],

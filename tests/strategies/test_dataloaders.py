@@ -61,10 +61,6 @@ def unsized(batches: int) -> DataLoader:
     return DataLoader(zoo.Stream(row for batch in Samples(batches).batches for row in batch), batch_size=BATCH_SIZE)
 
 
-def mixed(batches: int) -> DataLoader:
-    return unsized(batches) if dist.get_rank() else sized(batches)
-
-
 def together(mode: str, first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[..., CombinedLoader]:
     return lambda one, other: CombinedLoader({"one": first(one), "other": second(other)}, mode)
 
@@ -272,7 +268,9 @@ CASES: dict[str, Case] = {
     "max_size": Case(MAX_SIZE, PAIRS[2], EVERYTHING),
     "nested": Case(lambda one, two: {"one": [unsized(one), indices(two)], "other": sized(two)}, PAIRS[3], EVERYTHING),
     # Under DDP ranks of which only some know their lengths wait for each other forever.
-    "one rank alone knows its length": Case(mixed, FIRST[3], EVERYTHING, oracle=unsized),
+    "one rank alone knows its length": Case(
+        lambda batches: unsized(batches) if dist.get_rank() else sized(batches), FIRST[3], EVERYTHING, oracle=unsized
+    ),
     "made anew": Case(nothing, FIRST[3], {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}, Changing),
     "given again": Case(nothing, PAIRS[2], {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, Kept),
     "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),

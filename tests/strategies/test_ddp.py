@@ -99,21 +99,17 @@ class SteppedByHand(zoo.StepsByHand, zoo.MLP):
     pass
 
 
-def accumulates_later() -> Callback:
-    # torch lets a static graph accumulate only after its first step.
-    return GradientAccumulationScheduler({0: 1, 1: 2})
-
-
 TRIED: dict[str, tuple[type[zoo.Zoo], dict[str, Any], dict[str, Any]]] = {
     "clipped": (zoo.MLP, {}, {"gradient_clip_val": 0.05}),
     "accumulated": (zoo.MLP, {}, {"accumulate_grad_batches": 2}),
     "bf16-mixed": (zoo.MLP, {}, {"precision": "bf16-mixed"}),
     "validated": (zoo.MLP, {}, {"validate": True, "val_check_interval": 3}),
     "static": (zoo.MLP, {"static_graph": True}, {}),
+    # torch lets a static graph accumulate only after its first step.
     "static, accumulated": (
         zoo.MLP,
         {"static_graph": True},
-        {"callbacks": [accumulates_later], "max_epochs": 2},
+        {"callbacks": [partial(GradientAccumulationScheduler, {0: 1, 1: 2})], "max_epochs": 2},
     ),
     "used once": (UsedOnceInAWindow, {"find_unused_parameters": True}, {"accumulate_grad_batches": 3}),
     "used once, no views": (

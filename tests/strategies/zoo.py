@@ -1,13 +1,13 @@
 """Small modules of different kinds. None of them knows of the package under test."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 FEATURES = 12
@@ -38,9 +38,8 @@ class Stream(IterableDataset):
         return iter(self.items)
 
 
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    # A larger epsilon keeps the first steps from amplifying rounding in tiny gradients.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1)
+# A larger epsilon keeps the first steps from amplifying rounding in tiny gradients.
+adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
 class Zoo(LightningModule):

@@ -1,25 +1,14 @@
-"""What backward sends and what it does not, how many buckets are on their way at once, and ranks that disagree."""
+"""What backward sends and what it does not, what is in flight together, and ranks that disagree."""
 
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.engines import (
-    Log,
-    LoggedCollectives,
-    backward,
-    layers,
-    log_reductions,
-    make_engine,
-    perceptron,
-    sgd,
-    squared_error,
-)
+from tests.distributed.engines import LoggedCollectives, backward, layers, make_engine, perceptron, sgd, squared_error
 from tests.pool import RankPool
 
 # A few samples for each rank.
@@ -59,25 +48,6 @@ def untouched_half() -> int:
 
 def test_buckets_that_no_rank_touched_are_not_sent(pool: RankPool) -> None:
     assert pool.run(2, untouched_half) == [6, 6]
-
-
-def most_in_flight(bound: int | None) -> int:
-    """Of six buckets."""
-    module = layers(3)
-    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), max_inflight_buckets=bound)
-    log: Log = []
-    log_reductions(engine, log)
-    backward(engine, module(torch.ones(2, 6)).sum())
-    most = current = 0
-    for event, _ in log:
-        current += {"launch reduce": 1, "wait reduce": -1}.get(event, 0)
-        most = max(most, current)
-    return most
-
-
-def test_no_more_are_on_the_way_than_allowed(pool: RankPool) -> None:
-    for bound, expected in ((None, 6), (1, 1), (2, 2), (5, 5), (7, 6)):
-        assert pool.run(2, most_in_flight, bound) == [expected] * 2
 
 
 class _Of:

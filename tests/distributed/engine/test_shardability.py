@@ -27,10 +27,6 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def matrices() -> list[nn.Parameter]:
-    return [parameter for parameter in parameters() if parameter.ndim == 2]
-
-
 class Own(Optimizer):
     """Base: plain descent; what is special is said by the classes below."""
 
@@ -152,10 +148,6 @@ def narrow(make: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[[], O
     return lambda: make([nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters()])
 
 
-def in_groups(cls: Any) -> Optimizer:
-    return cls([{"params": parameters()[:3], "lr": 0.2}, {"params": parameters()[3:]}])
-
-
 def unlike_parameters() -> Optimizer:
     """Complex, integer, empty, in half precision, and without a gradient."""
     return Momentum(
@@ -190,7 +182,7 @@ BY_PARAMETER: dict[str, Callable[[], Any]] = {
     **{f"Adafactor, learning rate {lr}": by(torch.optim.Adafactor, lr=lr) for lr in RATES},
     **{f"Adafactor, {dtype}": narrow(torch.optim.Adafactor, dtype) for dtype in NARROW},
     # A matrix is all that it takes.
-    "Muon": lambda: torch.optim.Muon(matrices()),
+    "Muon": lambda: torch.optim.Muon([one for one in parameters() if one.ndim == 2]),
     # A subclass may do anything, so that its parameters are not cut unless it is asked for.
     "a subclass": by(MyAdam),
     **{f"a subclass, {dtype}": narrow(partial(MyAdam, lr=1e-5), dtype) for dtype in NARROW},
@@ -206,7 +198,9 @@ DEPENDS: dict[str, Callable[[], Any]] = {
     **{f"global norm, {dtype}": narrow(GloballyScaled, dtype) for dtype in NARROW},
     # It acts only where the whole gradient is long: most of the trial's steps would not show it.
     "global clip": by(Moves, by=lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1)),
-    "norm of a group": lambda: in_groups(partial(Moves, by=by_norm_of_its_group)),
+    "norm of a group": lambda: Moves(
+        [{"params": parameters()[:3]}, {"params": parameters()[3:]}], by_norm_of_its_group
+    ),
     "noise": by(Moves, by=lambda _, one: one.grad + torch.randn_like(one)),
     **{f"by its rate, {lr}": by(Moves, by=by_its_rate, lr=lr) for lr in RATES},
     **{f"by its rate, {dtype}": narrow(partial(Moves, by=by_its_rate, lr=1e-4), dtype) for dtype in NARROW},

@@ -52,14 +52,6 @@ def garble(file: Path) -> None:
     file.write_bytes(content)
 
 
-def newer(checkpoint: dict[str, Any]) -> None:
-    checkpoint[CHECKPOINT_KEY] = {**checkpoint[CHECKPOINT_KEY], "format": 99}
-
-
-def other_shape(checkpoint: dict[str, Any]) -> None:
-    checkpoint["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 3)
-
-
 def other_groups(checkpoint: dict[str, Any]) -> None:
     groups = checkpoint["optimizer_states"][0]["param_groups"]
     groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
@@ -81,7 +73,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"not a checkpoint of a Lightning Trainer: it lacks 'state_dict'.* load them in the module",
     ),
     "gone": ("full", lambda p: p.unlink(), r"Checkpoint file not found: .*full\.ckpt"),
-    "a newer format": ("full", changed(newer), r"saved by a newer lightning-parstrat \(its format is 99.*pip install"),
+    "a newer format": (
+        "full",
+        changed(lambda c: c[CHECKPOINT_KEY].update(format=99)),
+        r"saved by a newer lightning-parstrat \(its format is 99.*pip install",
+    ),
     "too many optimizers": (
         "full",
         changed(lambda c: c["optimizer_states"].append(c["optimizer_states"][0])),
@@ -89,7 +85,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "another shape": (
         "full",
-        changed(other_shape),
+        changed(lambda c: c["optimizer_states"][0]["state"][0].update(exp_avg=torch.zeros(7, 3))),
         r"'exp_avg' of shape \(7, 3\) for 'conv\.weight', which has shape \(6, 1, 3, 3\)",
     ),
     "other groups": ("full", changed(other_groups), "parameter groups of sizes"),

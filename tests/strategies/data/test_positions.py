@@ -365,12 +365,6 @@ def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path:
     assert pool.run(2, preempted, str(tmp_path)) == [{}, {}]
 
 
-def epochs_of(path: str | Path) -> dict[str, Any]:
-    """How Lightning's loop over epochs counts, in a checkpoint."""
-    progress: dict[str, Any] = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
-    return progress
-
-
 def cut_short(folder: str) -> dict[str, Any]:
     """Of each strategy what the checkpoint of an epoch counts that the end of training has cut."""
     found = {}
@@ -379,7 +373,7 @@ def cut_short(folder: str) -> dict[str, Any]:
         saving = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", save_on_train_epoch_end=True)
         trainer = make_trainer(chosen, callbacks=[saving], max_steps=2, enable_checkpointing=True)
         trainer.fit(Sees(Row(shuffled)), shuffled())
-        found[kind] = epochs_of(saving.best_model_path)
+        found[kind] = torch.load(saving.best_model_path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
     return found
 
 

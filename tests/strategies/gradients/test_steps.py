@@ -96,10 +96,6 @@ class Validated(Regression):
         nn.functional.mse_loss(self.network(batch.inputs), batch.targets)
 
 
-def endless(batches: Sequence[Sample]) -> DataLoader[Any]:
-    return DataLoader(Stream(batches), batch_size=None)
-
-
 class Weighed(Regression):
     """Callbacks see the loss as the module returned it."""
 
@@ -156,8 +152,7 @@ class StepsByTheLoss(torch.optim.SGD):
         super().step()
 
 
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5)
+plain_sgd = partial(torch.optim.SGD, lr=0.5)
 
 
 class Looks(Regression):
@@ -221,11 +216,7 @@ def truly_halved(parameters: list[Tensor]) -> None:
     clip_grad_norm_(parameters, 0.2)
 
 
-def by_norm(parameters: list[Tensor]) -> None:
-    clip_grad_norm_(parameters, 0.2)
-
-
-def clipped_before(clip: Callable[[list[Tensor]], None]) -> dict[str, Any]:
+def clipped_before(clip: Callable[[list[Tensor]], Any]) -> dict[str, Any]:
     return {"optimizer": partial(ClipsBeforeSteps, clip)}
 
 
@@ -259,7 +250,11 @@ ROWS: dict[str, Row] = {
         windows=[*[[i] for i in range(8)], *WHOLE, [0, 1, 2, 3, 4], [5, 6, 7]],
     ),
     "limit": Row({**BY_3, "limit_train_batches": 5}, windows=[[0, 1, 2], [3, 4]]),
-    "unknown length": Row({**BY_3, "max_epochs": 2}, windows=[*WHOLE, *WHOLE], loader=endless),
+    "unknown length": Row(
+        {**BY_3, "max_epochs": 2},
+        windows=WHOLE * 2,
+        loader=lambda batches: DataLoader(Stream(batches), batch_size=None),
+    ),
     "max steps": Row({**BY_3, "max_steps": 4, "max_epochs": -1}, windows=[*WHOLE, [0, 1, 2]]),
     "epoch ended": Row({**BY_3, "max_epochs": 2}, partial(Steps, ends_at=4), windows=[[0, 1, 2], *WHOLE]),
     "validation inside": Row({**BY_3, "val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0}, Validated),
@@ -269,8 +264,8 @@ ROWS: dict[str, Row] = {
     "norm looked for": Row({}, strategy={"nonfinite_grads": "skip"}, norm="known"),
     "value and norm": Row(VALUE, strategy={"nonfinite_grads": "skip"}, norm="known"),
     "fused": Row({**BY_3, **NORM}, partial(Regression, fused), truth={"optimizer": adamw}),
-    "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="known"),
-    "by torch": Row(BY_3, ByTorch, truth=clipped_before(by_norm)),
+    "by the module": Row({}, ByTheModule, truth=clipped_before(partial(clip_grad_norm_, max_norm=0.2)), norm="known"),
+    "by torch": Row(BY_3, ByTorch, truth=clipped_before(partial(clip_grad_norm_, max_norm=0.2))),
     "halved, then clipped": Row(
         {}, HalvesFirst, {"nonfinite_grads": "skip"}, truth=clipped_before(truly_halved), norm="another"
     ),
