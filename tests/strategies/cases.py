@@ -226,6 +226,9 @@ CASES = {
     "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}, zero3=None),
     "zeroes without a choice": Case(zoo.MLP, odd_optimizers.ZeroesWithoutChoice),
     "another optimizer takes over": Case(odd.MoreOptimizers),
+    "clip by value, fewer parameters than ranks": Case(
+        zoo.BareParameters, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
     "by closure": Case(odd.ByClosure, oracle="ddp"),
     # DDP does not average its gradients; here they are.
     "backward without a word": Case(odd.Unannounced, strategy=EXPOSED, ddp_tuned=None),
@@ -234,6 +237,7 @@ CASES = {
     # Moving targets.
     "toggling": Case(odd.Toggling, trainer=WINDOW),
     "toggling, many buckets": Case(odd.Toggling, trainer=WINDOW, strategy={"bucket_cap_mb": 1e-6}),
+    "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP, zero3=FORGETS),
     "traded data": Case(odd.TradedData, trainer=CLIP, zero3=FORGETS),
     "changes the optimizer's state": Case(odd.ChangesState),

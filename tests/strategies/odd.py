@@ -218,6 +218,13 @@ class Toggling(Zoo):
         self.second.requires_grad_(batch_idx % 3 != 1)
 
 
+class FrozenLater(MLP):
+    """Its first layer stops training after three steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(self.global_step < 3)
+
+
 class SwappedData(MLP):
     """Weights are clamped in place, replaced by other tensors, and swapped for others for a while."""
 

@@ -2,10 +2,13 @@
 
 import copy
 import io
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -13,7 +16,7 @@ from typing_extensions import override
 from lightning_parstrat import TunedDDPStrategy
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.parity import ddp, make_trainer, zero1
+from tests.strategies.parity import ddp, make_trainer, train, zero1
 
 
 class SeenSamples(Callback):
@@ -78,3 +81,20 @@ def test_callbacks_are_copied_in_a_training_and_a_trainer_pickled_after_it(pool:
     for strategy in ("zero1_custom", "ddp_tuned"):
         for restored, steps in pool.run(2, copy_and_pickle, strategy):
             assert restored == steps > 0
+
+
+class PartialCheckpoint(zoo.MLP):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {"net.0.bias": checkpoint["state_dict"]["net.0.bias"]}
+        checkpoint["optimizer_states"] = []
+
+
+def save_partially(folder: str) -> None:
+    saves = ModelCheckpoint(folder, "part", every_n_train_steps=5)
+    train(PartialCheckpoint, zero1(bucket_cap_mb=8), callbacks=[saves], enable_checkpointing=True)
+
+
+def test_a_partial_checkpoint_does_not_bring_whole_buckets_along(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, save_partially, str(tmp_path))
+    saved = torch.load(tmp_path / "part.ckpt", weights_only=True)["state_dict"]["net.0.bias"]
+    assert saved.untyped_storage().nbytes() == saved.nbytes

@@ -76,7 +76,7 @@ FEATURES: dict[str, list[Shown]] = {
         "gan", "a parameter in two optimizers", "a parameter moves over", "by closure", "two speeds"
     ),
     "unused parameters": trained("unused", "unused by some ranks", "sgd, unused", "accumulate, unused"),
-    "freezing and unfreezing in training": trained("frozen", "toggling"),
+    "freezing and unfreezing in training": trained("frozen", "frozen later", "toggling"),
     "accumulation, token weights, clipping": [
         *trained("accumulate", "accumulate, short window", "clip by norm", "clip by value"),
         stepped("weights"),
