@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,8 +53,7 @@ def blocks(language: str, trains: bool = False) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and block.trains == trains]
 
 
-def by_place(block: Block) -> str:
-    return block.place
+by_place = attrgetter("place")
 
 
 def test_every_block_is_of_a_kind_that_is_looked_into() -> None:

@@ -36,12 +36,6 @@ ZERO1 = "strategy: lightning_parstrat.strategies.zero1 ZeRO1Strategy"
 BY_FLAG = "from lightning.pytorch import Trainer" + TRAINER.format(name="zero1_custom")
 
 
-def test_a_script_that_does_not_know_of_the_package_finds_both_names(tmp_path: Path) -> None:
-    printed = run_script(BY_FLAG + TRAINER.format(name="ddp_tuned"), tmp_path)
-    assert ZERO1 in printed
-    assert "strategy: lightning_parstrat.strategies.ddp TunedDDPStrategy" in printed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [OURS_OFF, TORCHS_OFF], ids=["ours", "torch's"])
 def test_switched_off_the_names_are_unknown_until_the_import(tmp_path: Path, environment: dict[str, str]) -> None:

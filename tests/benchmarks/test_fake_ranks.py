@@ -29,7 +29,6 @@ def counted_by(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def by_rank(played: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-    """The counters of each phase by size and rank."""
     return {(one["size"], one["rank"]): one["counters"] for one in played}
 
 
@@ -40,7 +39,6 @@ def parts_of(rank: int, size: int) -> int:
 
 
 def doublings(size: int) -> int:
-    """Messages of a rank in an exchange of all."""
     return int(math.log2(size))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parstrat.cli.main import main
 from tests.strategies.tensor_parallel import Transformer
@@ -147,12 +147,9 @@ def test_ranks_that_share_layers(capsys: pytest.CaptureFixture[str], config: Any
     model = {"class_path": "tests.strategies.tensor_parallel.Transformer"}
     found = plan(capsys, 0, "--world-size 4", *config(model, trainer={"strategy": strategy}))["zero3_custom"]
     every = sum(one.numel() for one in Transformer().parameters())
-    cut = sum(one.numel() for block in Transformer().blocks for one in linear_parameters(block))
+    linears = [part for block in Transformer().blocks for part in block.modules() if isinstance(part, nn.Linear)]
+    cut = sum(one.numel() for part in linears for one in part.parameters())
     assert found["held_bytes"] == pytest.approx(16 * (every - cut / 2) / 2, abs=1)
-
-
-def linear_parameters(block: nn.Module) -> list[Tensor]:
-    return [one for part in block.modules() if isinstance(part, nn.Linear) for one in part.parameters()]
 
 
 def test_what_equal_shares_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,14 +151,9 @@ ROWS: list[tuple[str, dict[str, Any], str, int]] = [
 ]
 
 
-def measure_all() -> list[Found]:
-    return [measure(*row) for row in ROWS]
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_formulas_say_what_a_training_holds_and_sends(pool: RankPool, world_size: int) -> None:
-    by_rank = pool.run(world_size, measure_all, timeout=240)
-    for (name, _, precision, accumulate), *ranks in zip(ROWS, *by_rank, strict=True):
+    for name, arguments, precision, accumulate in ROWS:
         training = Training(
             parameters=EVERY - BLOCK,
             precision=precision,
@@ -172,7 +167,7 @@ def test_formulas_say_what_a_training_holds_and_sends(pool: RankPool, world_size
         )
         footprint = FORMULAS[name](training)
         peak, held, accumulating, sent = (one / EVERY for one in footprint[1:5])
-        for found in ranks:
+        for found in pool.run(world_size, measure, name, arguments, precision, accumulate):
             said = (name, precision, accumulate, footprint, found)
             windows = len(found.between) // accumulate
             assert found.between == pytest.approx([held, accumulating][:accumulate] * windows, rel=0.01), said

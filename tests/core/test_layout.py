@@ -158,27 +158,6 @@ def test_parameter_partition_leaves_parameters_whole_in_their_order_and_pads_lit
         assert bucket.bounds[world_size - 1] - max(ends, default=0) < alignment
 
 
-def test_known_layouts() -> None:
-    known: list[tuple[list[int], int, Partition, list[int], list[int]]] = [
-        # 16 float32 elements are 64 bytes: one aligned start. A gap after 5, and a tail after 16 + 3.
-        ([5, 3], 2, "element", [0, 16], [0, 16, 32]),
-        # The first rank has the largest, and a rank's own are in their order; the last rank pads.
-        ([5, 40, 9], 2, "parameter", [48, 0, 64], [0, 48, 96]),
-        ([5], 4, "parameter", [0], [0, 16, 16, 16, 64]),
-        ([0], 2, "parameter", [0], [0, 0, 32]),
-    ]
-    for sizes, world_size, partition, offsets, bounds in known:
-        policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20)
-        (bucket,) = plan_buckets(specs_of(*((size,) for size in sizes), partition=partition), policy)
-        assert [slot.offset for slot in bucket.slots] == offsets and list(bucket.bounds) == bounds
-        assert padding_of(bucket) == bounds[-1] - sum(sizes)
-    # A boundary cuts a parameter.
-    (bucket,) = plan_buckets(specs_of((40,), (8,)), LayoutPolicy(world_size=2, bucket_cap_bytes=2**20))
-    assert list(bucket.bounds) == [0, 32, 64]
-    assert slices_of(bucket, 0) == [ShardSlice(0, 0, 0, 32)]
-    assert slices_of(bucket, 1) == [ShardSlice(0, 32, 0, 8), ShardSlice(1, 0, 16, 8)]
-
-
 def test_buckets_close_at_the_cap() -> None:
     for sizes, cap, expected in (
         ([10, 10, 10], 80, [[0, 1], [2]]),

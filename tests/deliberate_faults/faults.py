@@ -44,7 +44,7 @@ distributed/gradients/test_norms.py
 core/accumulation.py: a short window is divided by the full length
 - counted = micro_batches if partial_window == "lightning" else accumulate
 + counted = micro_batches
-core/test_accumulation.py
+strategies/gradients/test_steps.py::test_a_step_is_that_of_one_big_batch[alone, short windows, ddp_tuned and zero2]
 
 distributed/engine/reducer.py: an exposed gradient is added to itself
 - if bucket.shard_gradient is None or (reduction.unsharded is not None and not reduction.again):

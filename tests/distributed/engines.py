@@ -1,6 +1,7 @@
 """An engine without Lightning, and collectives that keep a log, for tests inside the pool's processes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,28 +72,20 @@ def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
     engine.reducer.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
 
 
-def sgd(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.1)
-
-
-def adafactor(parameters: Iterable[Any]) -> Optimizer:
-    """Looks at whole parameters."""
-    return torch.optim.Adafactor(parameters, lr=0.02)
-
-
-def adagrad(parameters: Iterable[Any]) -> Optimizer:
-    """Has state before it has stepped."""
-    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.125)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=0.1)
+adafactor = partial(torch.optim.Adafactor, lr=0.02)
 
 
 def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
     return module.to(dtype)
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
 
 
 def squared_error(module: nn.Module, number: int, shape: tuple[int, ...] = (4, 12), target: float = 0.3) -> Tensor:

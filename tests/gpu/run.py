@@ -51,8 +51,6 @@ GROUPS = (
 
 
 class Result(NamedTuple):
-    """Of one test."""
-
     name: str
     outcome: str
     reason: str = ""
@@ -165,7 +163,6 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def line(result: Result) -> str:
-    """Of the table."""
     reason = f" ({' '.join(result.reason.split())[:300]})" if result.outcome in (SKIPPED, NOT_RUN) else ""
     return f"{result.name.removeprefix('tests/'):<100} {result.outcome}{reason}"
 
@@ -211,7 +208,8 @@ def main() -> int:
                 for result in run_group(group, options, ends, variables):
                     results.append(result)
                     print(line(result), flush=True)
-    counts = {one: n for one in (PASSED, FAILED, SKIPPED, TIMED_OUT, NOT_RUN) if (n := _count(results, one))}
+    outcomes = [result.outcome for result in results]
+    counts = {one: n for one in (PASSED, FAILED, SKIPPED, TIMED_OUT, NOT_RUN) if (n := outcomes.count(one))}
     for result in results:
         if result.outcome in (FAILED, TIMED_OUT):
             print(f"\n--- {result.name}: {result.outcome}\n{result.reason[-3000:]}")
@@ -223,10 +221,6 @@ def main() -> int:
         output.write_text(json.dumps(result, indent=2) + "\n")
         print(f"written: {output}")
     return 1 if {FAILED, TIMED_OUT, NOT_RUN} & counts.keys() or not counts else 0
-
-
-def _count(results: Sequence[Result], outcome: str) -> int:
-    return sum(result.outcome == outcome for result in results)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ class Layers(LightningModule):
 
 
 def fit(module: LightningModule, strategy: Any, steps: int = 10, **arguments: Any) -> Trainer:
-    """Trains for that many micro-batches."""
     trainer = make_trainer(strategy, use_distributed_sampler=False, **arguments)
     trainer.fit(module, DataLoader(torch.zeros(steps, 1), batch_size=1))
     return trainer

@@ -88,7 +88,6 @@ class SlurmCluster:
         return done.stdout
 
     def job(self, number: int) -> Mapping[str, str]:
-        """What Slurm says of a job."""
         shown = self.run("scontrol", "--oneliner", "show", "job", str(number))
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 

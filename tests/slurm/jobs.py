@@ -72,7 +72,6 @@ class Job(NamedTuple):
         return path.read_text() if path.exists() else ""
 
     def begun(self, run: int, rank: int = 0) -> list[int]:
-        """The steps that a run has begun."""
         return [int(step) for step in re.findall(rf"run {run} node \S+ begins (\d+)", self.rank(rank))]
 
     def says(self) -> str:
@@ -93,7 +92,6 @@ def submit(
     *options: str,
     program: Sequence[str] = (sys.executable, "train.py", "fit", "--config", "c.yaml"),
 ) -> Job:
-    """Submits the program on two nodes of two ranks."""
     sized = ("--nodes", "2", "--devices", "2", "--time", "10", "--submit", "--json", *options)
     command = [sys.executable, "-m", "lightning_parstrat.cli.main", "slurm", *sized, "--", *program]
     done = subprocess.run(

@@ -1,6 +1,7 @@
-"""Jobs on a real Slurm of two nodes: started, preempted, requeued, broken, and resumed."""
+"""Jobs on a real Slurm of two nodes: started, preempted, requeued, broken, and resumed. And a program under mpirun."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import clean_environment
+from tests.slow import lack
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Job, submit, write_program
 
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.cluster
 START = 90.0
 """Seconds until a job trains, with four processes that import torch on few cores."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MPI4PY = Path(sys.prefix) / "mpi"
 
 
 def wait_for_step(cluster: SlurmCluster, job: Job, run: int, step: int) -> None:
@@ -129,3 +133,20 @@ echo ended with $?
     said = (tmp_path / "doctor.log").read_text()
     assert "OK  process groups: 4 ranks over gloo\n" in said and said.count("OK  ") == 4, said
     assert "ended with 0" in said
+
+
+def test_mpirun(tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None or not MPI4PY.exists():
+        lack("needs OpenMPI and mpi4py: make test-cluster installs them")
+    write_program(tmp_path, steps=5, devices=2)
+    command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable)
+    done = subprocess.run(
+        [*command, "train.py", "fit", "--config", "c.yaml"],
+        cwd=tmp_path,
+        env=clean_environment(PYTHONPATH=str(MPI4PY)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "trained 5 on 2 by ZeRO1Strategy" in done.stdout, done.stdout + done.stderr

@@ -1,6 +1,5 @@
 """Modules, callbacks and scripts for the table of callbacks; none knows of the package under test."""
 
-import copy
 import io
 import signal
 from collections.abc import Callable
@@ -18,15 +17,6 @@ from torch.optim import Optimizer
 
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, whole
-
-
-class Plateau(zoo.MLP):
-    """Its learning rate falls when validation does not improve by much."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = zoo.adamw(self.parameters())
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
 class Finetuned(zoo.MLP):
@@ -136,21 +126,6 @@ class FailsInStep(torch.optim.AdamW):
         return loss
 
 
-class HandMadeAverage(Callback):
-    """An average as users write it: a deep copy of the module, updated after every step."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.average = copy.deepcopy(pl_module)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
-            mean.lerp_(parameter, 0.2)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pl_module.load_state_dict(self.average.state_dict())
-
-
 class CopiesOnOneRank(Callback):
     """Keeps copies of the module in training, made in one of several ways, on rank 0 alone: none may be collective.
 
@@ -216,16 +191,6 @@ def validate_then_fit(setting: Setting) -> zoo.Zoo:
     trainer = setting.trainer()
     trainer.validate(setting.module, setting.data[1], verbose=False)
     trainer.fit(setting.module, *setting.data)
-    return setting.module
-
-
-def all_entry_points(setting: Setting) -> zoo.Zoo:
-    trainer = setting.trainer()
-    trainer.validate(setting.module, setting.data[1], verbose=False)
-    trainer.fit(setting.module, *setting.data)
-    trainer.test(setting.module, setting.data[1], verbose=False)
-    predicted = trainer.predict(setting.module, setting.data[1])
-    callback_of(Watch, trainer).keep(*trainer.callback_metrics.values(), *predicted)
     return setting.module
 
 

@@ -331,11 +331,6 @@ class MadeOnRank0(MadeAnew):
 # Code that takes shards for whole tensors.
 
 
-class PenalisedByHand(zoo.StepsByHand, Blocks):
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return super().compute_loss(batch) + sum(p.pow(2).sum() for p in self.parameters())
-
-
 class LogsNorms(Blocks):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, 2))

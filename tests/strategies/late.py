@@ -223,14 +223,10 @@ class LateZeRO1(ZeRO1Strategy):
             wire.launched.clear()
 
 
-def late(**arguments: Any) -> LateZeRO1:
-    """Nothing arrives before somebody waits."""
-    return zero1(LateZeRO1, **arguments)
-
-
-def delayed(**arguments: Any) -> LateZeRO1:
-    """All arrives after a moment of random length, on CPU because ranks set off at different times."""
-    return zero1(LateZeRO1, by_itself=True, **arguments)
+# Nothing arrives before somebody waits; or all after a moment of random length, on CPU because ranks set off at
+# different times.
+late = functools.partial(zero1, LateZeRO1)
+delayed = functools.partial(zero1, LateZeRO1, by_itself=True)
 
 
 class LateTransfers:
@@ -277,6 +273,5 @@ class LateZeRO3(ZeRO3Strategy):
                 part.set_custom_reduce_scatter(LateReduceScatter())
 
 
-def late_zero3(**arguments: Any) -> LateZeRO3:
-    """All that FSDP2 sends and gathers arrives after a moment, and is NaN on a GPU until then."""
-    return zero3(LateZeRO3, **arguments)
+# All that FSDP2 sends and gathers arrives after a moment, and is NaN on a GPU until then.
+late_zero3 = functools.partial(zero3, LateZeRO3)

@@ -49,8 +49,6 @@ class NeverTrained(MLP):
 
 
 class SharedParameter(StepsByHand, MLP):
-    """One layer is in two optimizers."""
-
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.parameters()), torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.5)]
 
@@ -89,8 +87,6 @@ class Layouts(Zoo):
 
 
 class SeveralDtypes(Zoo):
-    """Single and double precision side by side."""
-
     def build(self) -> None:
         self.wide = nn.Linear(FEATURES, 7).double()
         self.narrow = nn.Linear(7, 5)
@@ -118,15 +114,6 @@ class ReusedUnderCheckpoints(Zoo):
 def compiler() -> str:
     """On a CPU the graph that a compiler makes, without its code; on a GPU with it, where Triton is there."""
     return "inductor" if devices.kind() == "cuda" and find_spec("triton") else "aot_eager"
-
-
-class Compiled(MLP):
-    def build(self) -> None:
-        super().build()
-        self.body = torch.compile(self.net, backend=compiler())
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.body(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
 
 
 def compiled_as_a_whole(make_optimizer: OptimizerFactory) -> Any:
@@ -184,15 +171,6 @@ class CompiledAndCheckpointed(CompiledBlocks):
 class ReentrantCheckpoints(Blocks):
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
         return checkpoint(block, hidden, use_reentrant=True)
-
-
-class AttendingBlocks(Blocks):
-    """By the kernels that torch chooses for the device, of which some exist for 16 bits alone."""
-
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        heads = hidden.view(-1, 1, 4, 3)
-        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        return block(attended.reshape(hidden.shape))
 
 
 class CompilesLater(MLP):
@@ -257,26 +235,17 @@ class SwappedData(MLP):
             self.net[4].bias.copy_(self.net[4].bias.sign() * 0.05)
 
 
-class Squares(MLP):
-    """Base: has two weights of one shape."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.net(batch).pow(2).sum(1) - batch.mean(1)).pow(2).mean()
-
-
-class TradedData(Squares):
+class TradedData(MLP):
     """Data changes places: between parameters, and with tensors that the user keeps and uses, in turns."""
 
     def build(self) -> None:
-        super().build()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
         self.register_buffer("shadow", torch.linspace(-0.5, 0.5, 64).view(8, 8))
         self.register_buffer("alias", torch.zeros(8))
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        return super().compute_loss(batch) * (1 + 0.1 * (self.shadow.sum() + self.alias.sum()).pow(2))
+        loss = (self.net(batch).pow(2).sum(1) - batch.mean(1)).pow(2).mean()
+        return loss * (1 + 0.1 * (self.shadow.sum() + self.alias.sum()).pow(2))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         first, second = self.net[2].weight, self.net[4].weight
@@ -288,28 +257,6 @@ class TradedData(Squares):
             # From here on the buffer is trained along with the parameter.
             self.alias = torch.full((8,), 0.1, device=self.device)
             self.net[4].bias.data = self.alias
-
-
-class AveragesInPlace(Squares):
-    """Every third batch is computed with averages in the place of weights, which are put back; two trade places."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.averages = [parameter.detach().clone() for parameter in self.parameters()]
-        if batch_idx % 3 == 2:
-            self.kept = [parameter.data for parameter in self.parameters()]
-            for parameter, average in zip(self.parameters(), self.averages, strict=True):
-                parameter.data = average.clone()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 3 == 2:
-            for parameter, kept in zip(self.parameters(), self.kept, strict=True):
-                parameter.data = kept
-        if batch_idx % 3 == 0:
-            first, second = self.net[2].weight, self.net[4].weight
-            first.data, second.data = second.data, first.data
-        for parameter, average in zip(self.parameters(), self.averages, strict=True):
-            average.lerp_(parameter.detach(), 0.3)
 
 
 class ChangesState(MLP):
@@ -430,8 +377,6 @@ class InnerBackward(MLP):
 
 
 class MoreOptimizers(MLP):
-    """Another optimizer takes over in the middle of training."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]

@@ -1,7 +1,9 @@
 """What cannot work is refused before training starts: what came, what is allowed, what to do."""
 
+import copy
 import logging
 import math
+import pickle
 from itertools import product
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
+from lightning_parstrat import PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor
+from tests.strategies.for_shards import captured
 from tests.strategies.odd_optimizers import ClosureTwice
 from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1, zero3
 
@@ -68,6 +71,19 @@ def test_wrong_arguments_name_the_value_and_what_is_allowed(
         assert str(caught.value).startswith(f"Invalid {name}: {value!r}. Must be {allowed}"), caught.value
 
 
+@pytest.mark.parametrize("ours", [ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy])
+def test_an_argument_that_there_is_not_is_named(ours: type[Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
+        ours(bucket_cap=4)
+
+
+@pytest.mark.parametrize("ours", [PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy])
+def test_a_strategy_is_copied_with_its_parts(ours: type[Any]) -> None:
+    # As a launcher does that spawns processes.
+    for copied in (copy.deepcopy(ours()), pickle.loads(pickle.dumps(ours()))):
+        assert all(part._strategy is copied for part in copied._parts)
+
+
 def test_arguments_that_exclude_each_other_are_refused() -> None:
     hook = default_hooks.allreduce_hook
     for strategy, arguments, message in (
@@ -115,10 +131,22 @@ class Lazy(zoo.MLP):
         self.net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
 
 
+class GetsCutParameter(zoo.StepsByHand, zoo.MLP):
+    """A parameter of an optimizer that steps elements joins one that looks at matrices."""
+
+    def configure_optimizers(self) -> Any:
+        return [zoo.adamw(self.net[0].parameters()), adafactor(self.net[2].parameters())]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.optimizers[1].param_groups[0]["params"].append(self.net[0].weight)
+
+
 BY_PARAMETER, BY_ELEMENT = {"partition": "parameter"}, {"partition": "element"}
 # The module, its optimizer, arguments of the strategy, and what the error has.
-REFUSED: list[tuple[type[zoo.Zoo], Any, dict[str, Any], list[str]]] = [
+REFUSED: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
     (zoo.MLP, on_several_devices, {}, ["ValueError", "cpu", "meta"]),
+    (GetsCutParameter, None, {}, ["ValueError", "shape (33, 12) was added to Adafactor, which steps whole parameters"]),
+    (captured, zoo.adamw, {}, ["ValueError", "on_train_start"]),
     # A promise that is not kept, found out in the first step.
     (
         *(zoo.MLP, ClosureTwice, BY_PARAMETER),
@@ -131,7 +159,7 @@ REFUSED: list[tuple[type[zoo.Zoo], Any, dict[str, Any], list[str]]] = [
 ]
 
 
-def error_of(module: type[zoo.Zoo], optimizer: Any, arguments: dict[str, Any], strategy: Any = zero1) -> str:
+def error_of(module: Any, optimizer: Any, arguments: dict[str, Any], strategy: Any = zero1) -> str:
     with pytest.raises(Exception) as raised:
         train(lambda: module(optimizer), strategy(**arguments))
     return f"{raised.type.__name__}: {raised.value}"

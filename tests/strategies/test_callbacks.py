@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -36,17 +35,14 @@ from tests.strategies.callback_scripts import (
     CopiesOnOneRank,
     Fails,
     Finetuned,
-    HandMadeAverage,
     KeepsOptimizer,
     OverflowsOnOneRank,
-    Plateau,
     SameOptimizer,
     Script,
     Setting,
     Tunable,
     Watch,
     WithoutOptimizer,
-    all_entry_points,
     check_ordinary_storage,
     fail_and_fit,
     fail_and_resume,
@@ -60,7 +56,7 @@ from tests.strategies.callback_scripts import (
     stopped_early,
     validate_then_fit,
 )
-from tests.strategies.cases import EQUAL, FP64, WAITS
+from tests.strategies.cases import EQUAL, FP64
 from tests.strategies.late import late
 from tests.strategies.parity import (
     Run,
@@ -115,7 +111,6 @@ GOES_ON = "ddp_tuned"
 """Torch's DDP, whose data go on with the next sample in mid-epoch as those of ``zero1_custom`` do."""
 CASES = {
     # Averages of weights.
-    "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
     "weight averaging, resumed": Case(
         lambda folder: [WeightAveraging(), ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
         zoo.BatchNormalised,
@@ -128,7 +123,6 @@ CASES = {
         zoo.BatchNormalised,
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
-    "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
     "stochastic weight averaging, batch norm": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
         zoo.BatchNormalised,
@@ -170,13 +164,6 @@ CASES = {
     "early stopping": Case(
         lambda _: [EarlyStopping("val_loss", min_delta=10.0, patience=1)], trainer={"max_epochs": 5}, look=stopped_early
     ),
-    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}),
-    "gradient accumulation scheduler": Case(
-        lambda _: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})],
-        zoo.Unused,
-        trainer={"max_epochs": 3},
-        ddp_tuned=WAITS,
-    ),
     "learning rate finder that stops early": Case(
         lambda _: [LearningRateFinder(1e-3, 30.0, num_training_steps=25, early_stop_threshold=2.0)],
         Tunable,
@@ -198,8 +185,6 @@ CASES = {
         oracle=GOES_ON,
     ),
     # The Trainer's arguments.
-    "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
-    "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
     "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "no optimizer": Case(module=WithoutOptimizer),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -53,27 +53,12 @@ class Samples(Dataset):
         return self.batches[index // BATCH_SIZE][index % BATCH_SIZE]
 
 
-class Stream(IterableDataset):
-    """The same samples without a length."""
-
-    def __init__(self, batches: int) -> None:
-        self.samples = Samples(batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self.samples.batches:
-            yield from batch
-
-
 def sized(batches: int) -> DataLoader:
     return DataLoader(Samples(batches), batch_size=BATCH_SIZE)
 
 
 def unsized(batches: int) -> DataLoader:
-    return DataLoader(Stream(batches), batch_size=BATCH_SIZE)
-
-
-def mixed(batches: int) -> DataLoader:
-    return unsized(batches) if dist.get_rank() else sized(batches)
+    return DataLoader(zoo.Stream(row for batch in Samples(batches).batches for row in batch), batch_size=BATCH_SIZE)
 
 
 def together(mode: str, first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[..., CombinedLoader]:
@@ -126,8 +111,6 @@ CYCLED_UNSIZED = together("max_size_cycle", unsized, unsized)
 
 
 class Kept(Takes):
-    """The same loaders in each epoch."""
-
     kept: CombinedLoader | None = None
     even = False
 
@@ -145,8 +128,6 @@ class ValidatesAlone(zoo.BatchNormalised):
 
 
 class FetchesItself(Takes):
-    """Draws from the loader within the step."""
-
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return self.compute_loss(batch)
@@ -287,7 +268,9 @@ CASES: dict[str, Case] = {
     "max_size": Case(MAX_SIZE, PAIRS[2], EVERYTHING),
     "nested": Case(lambda one, two: {"one": [unsized(one), indices(two)], "other": sized(two)}, PAIRS[3], EVERYTHING),
     # Under DDP ranks of which only some know their lengths wait for each other forever.
-    "one rank alone knows its length": Case(mixed, FIRST[3], EVERYTHING, oracle=unsized),
+    "one rank alone knows its length": Case(
+        lambda batches: unsized(batches) if dist.get_rank() else sized(batches), FIRST[3], EVERYTHING, oracle=unsized
+    ),
     "made anew": Case(nothing, FIRST[3], {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}, Changing),
     "given again": Case(nothing, PAIRS[2], {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, Kept),
     "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),

@@ -11,14 +11,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
@@ -26,6 +19,7 @@ from tests.comparing import assert_same
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
 from tests.strategies.parity import ddp, make_trainer, whole
+from tests.strategies.zoo import Stream
 
 STRATEGIES: dict[str, Any] = {
     "ddp": ddp,
@@ -93,25 +87,13 @@ class Evaluated(LightningModule):
 
 
 class Fetching(Evaluated):
-    """Fetches its batches within steps."""
-
     def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
         super().validation_step(*next(dataloader_iter))
 
     test_step = validation_step
 
 
-class Stream(IterableDataset[list[Tensor]]):
-    def __init__(self, samples: Tensor) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter([row] for row in self.samples)
-
-
 class Noted(Callback):
-    """What callbacks see after every validation."""
-
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
 
@@ -140,7 +122,7 @@ def evaluate(strategy: str, row: Row) -> Any:
         # Two samples a batch, with numbers that no other rank has.
         samples = torch.arange(2.0 * of_ranks[rank]).view(-1, 1) + 100 * rank + 1000 * number
         if row.streams[number] == "s" or row.streams[number] == str(rank):
-            loaders.append(DataLoader(Stream(samples), batch_size=2))
+            loaders.append(DataLoader(Stream([row] for row in samples), batch_size=2))
         else:
             loaders.append(DataLoader(TensorDataset(samples), batch_size=2))
     noted = Noted()

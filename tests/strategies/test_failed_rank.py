@@ -52,8 +52,6 @@ class Played:
 
 
 class Notes(logging.Handler):
-    """Errors that are logged."""
-
     def __init__(self, events: list[str]) -> None:
         super().__init__(logging.ERROR)
         self.events = events
@@ -184,15 +182,12 @@ def test_a_program_that_catches_an_error_of_all_ranks_goes_on(
     assert (tmp_path / "saved.ckpt").exists()
 
 
-def closing_fails() -> Any:
-    return patch.object(ShardedDataParallel, "close", side_effect=torch.OutOfMemoryError("when it was closed"))
-
-
 def fail_at_the_end(ranks_that_fail: tuple[int, ...]) -> tuple[str, bool]:
     """The error, and whether teardown has come to its end."""
     ended, module = list[str](), Fails()
     module.who = ranks_that_fail
-    with closing_fails(), pytest.raises((ValueError, torch.OutOfMemoryError)) as raised:
+    closing = patch.object(ShardedDataParallel, "close", side_effect=torch.OutOfMemoryError("when it was closed"))
+    with closing, pytest.raises((ValueError, torch.OutOfMemoryError)) as raised:
         make_trainer(zero1(checkpoint_io=Ends(ended))).fit(module, zoo.loader(16, 4))
     return str(raised.value), "has ended" in ended
 

@@ -18,8 +18,6 @@ LAYERS = 6
 
 
 class RegisteredBackwards(zoo.Zoo):
-    """The first layer is registered last."""
-
     def build(self) -> None:
         layers = {f"layer{at}": nn.Linear(zoo.FEATURES, zoo.FEATURES) for at in range(LAYERS)}
         self.layers = nn.ModuleDict({name: layers[name] for name in reversed(layers)})

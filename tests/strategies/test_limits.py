@@ -31,12 +31,10 @@ def shown_by(values: Mapping[str, str | None]) -> Shown:
 
 
 def trained(*names: str) -> list[Shown]:
-    """Rows of the table of cases."""
     return [shown_by(cases.CASES[name]._asdict()) for name in names]
 
 
 def called_back(*names: str) -> list[Shown]:
-    """Rows of the table of callbacks."""
     rows = {name: test_callbacks.CASES[name]._asdict() for name in names}
     with_zero2 = {name: row for name, row in rows.items() if name in test_callbacks.BY_ZERO2}
     return [
@@ -46,13 +44,11 @@ def called_back(*names: str) -> list[Shown]:
 
 
 def stepped(name: str) -> Shown:
-    """A row of the table of steps."""
     kinds = test_steps.FOR.get(name, trainings.KINDS)
     return shown_by({kind: cases.EQUAL if kind in kinds else None for kind in IN_TABLES})
 
 
 def saved(form: str) -> Shown:
-    """Routes of checkpoints."""
     sources = {route.source for route in ROUTES if route.form == form}
     kinds = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "ddp_tuned": "tuned"}
     return shown_by({kind: cases.EQUAL if source in sources else None for kind, source in kinds.items()})

@@ -54,7 +54,6 @@ class HostReads(TorchDispatchMode):
             self.found.append(f"{what}: {' < '.join(ours[:4])}")
 
     def noting(self, name: str) -> Any:
-        """A method of tensors that is noted."""
         method = getattr(Tensor, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:

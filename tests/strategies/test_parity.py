@@ -106,8 +106,6 @@ PROMPT_AND_LATE = {"zero1": (zero1, late), "zero3": (zero3, zero3)}
 
 
 class HalfOfAll(zoo.Attention):
-    """Its gradients are half of what they should be."""
-
     def compute_loss(self, batch: Tensor) -> Tensor:
         return super().compute_loss(batch) * 0.5
 

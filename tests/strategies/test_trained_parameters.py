@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,6 @@ from tests.comparing import worst
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
-from tests.strategies.callback_scripts import Finetuned
 from tests.strategies.cases import FP32
 from tests.strategies.parity import Run, largest_difference, make_trainer, train
 from tests.strategies.test_ddp import tiny_sizes
@@ -158,8 +156,6 @@ class Rows(nn.Module):
 
 
 class Sparse(Flips):
-    """Some gradients are sparse."""
-
     plan = {3: (1, False)}  # noqa: RUF012  (never changed)
 
     def build(self) -> None:
@@ -201,12 +197,7 @@ class Case(NamedTuple):
     made_anew: int | None
     flags: dict[str, Any] = {}  # noqa: RUF012
     trainer: dict[str, Any] = {}  # noqa: RUF012
-    callbacks: Callable[[], list[Callback]] = list
     tolerance: float = FP32
-
-
-def finetuning() -> list[Callback]:
-    return [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)]
 
 
 UNFROZEN = flips({3: (0, True)}, (0,))
@@ -223,7 +214,6 @@ CASES = {
     "unfrozen after a forward": Case(flips({3: (0, True)}, (0,), "after the forward"), 1),
     "unfrozen layer by layer": Case(flips({3: (2, True), 10: (0, True)}, (0, 2)), 2),
     "unfrozen for one batch": Case(flips({3: (0, True), 4: (0, False)}, (0,)), 0),
-    "unfrozen by Lightning": Case(Finetuned, 1, trainer={"max_epochs": 3}, callbacks=finetuning),
     "frozen": Case(FROZEN, 1),
     "frozen, unused are found": Case(FROZEN, 0, UNUSED),
     "frozen, static graph": Case(FROZEN, 1, STATIC),
@@ -282,10 +272,10 @@ def compare(name: str) -> tuple[float, float, int, float]:
     strategy = TunedDDPStrategy(partial_window="lightning", **{"bucket_cap_mb": 0.001, **case.flags})
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trained_parameters, "exchange_reducer", lambda *each: (made.append(each), exchange(*each)))
-        actual = train(case.module, strategy, callbacks=case.callbacks(), **arguments)
+        actual = train(case.module, strategy, **arguments)
     assert all(len(ddp._comm_hooks) == ("comm_hook" in case.flags) for ddp, *_ in made)
     assert not any(one._post_accumulate_grad_hooks for one in actual.module.parameters())
-    expected = train(case.module, None, whole_batch=True, callbacks=case.callbacks(), **arguments)
+    expected = train(case.module, None, whole_batch=True, **arguments)
     moved = (expected.parameters[0][0] - expected.parameters[-1][0]).abs().max()
     return largest_difference(actual, expected), apart(actual), len(made), float(moved)
 
@@ -331,20 +321,14 @@ def tune_and_unfreeze(batch: int) -> tuple[float, float, str]:
     return largest_difference(actual, expected), apart(actual), strategy.tuning_report.verdict
 
 
-def tune_and_unfreeze_at_all_times() -> list[tuple[float, float, str]]:
-    return [tune_and_unfreeze(batch) for batch in (0, 5, 9, 14, 30)]
-
-
 @pytest.mark.slow
-def test_buckets_are_tuned_anew(pool: RankPool) -> None:
-    for found in pool.run(2, tune_and_unfreeze_at_all_times, timeout=200.0):
-        for difference, between_ranks, verdict in found:
-            assert difference <= FP32 and between_ranks == 0 and verdict in ("tuned", "default is best")
+@pytest.mark.parametrize("batch", [0, 5, 9, 14, 30])
+def test_buckets_are_tuned_anew(pool: RankPool, batch: int) -> None:
+    for difference, between_ranks, verdict in pool.run(2, tune_and_unfreeze, batch):
+        assert difference <= FP32 and between_ranks == 0 and verdict in ("tuned", "default is best")
 
 
 class Disagrees(Flips):
-    """One rank does otherwise than the rest."""
-
     def flip(self, where: str) -> None:
         if dist.get_rank() == 1:
             super().flip(where)

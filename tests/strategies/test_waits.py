@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -26,7 +25,7 @@ from lightning_parstrat.strategies.launch import waits
 from lightning_parstrat.strategies.launch.waits import Sign, line_of_wait
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.parity import PoolEnvironment
+from tests.strategies.parity import make_trainer
 from tests.undisturbed import undisturbed
 
 SOON = 0.6
@@ -38,8 +37,6 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Lines(logging.Handler):
-    """What this rank has said."""
-
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -112,8 +109,6 @@ class Late(BoringModel):
 
 
 class Batches(IterableDataset[torch.Tensor]):
-    """Of unknown length."""
-
     def __init__(self, model: Late) -> None:
         self.model = model
 
@@ -130,19 +125,8 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
     model = Late(where, lines)
     waits.log.addHandler(lines)
     try:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=2,
-            plugins=[PoolEnvironment()],
-            strategy=STRATEGIES[strategy](stall_warning_seconds=after),
-            max_steps=4,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            default_root_dir=folder,
-        )
+        chosen = STRATEGIES[strategy](stall_warning_seconds=after)
+        trainer = make_trainer(chosen, max_steps=4, limit_val_batches=0, default_root_dir=folder)
         trainer.fit(model, DataLoader(Batches(model), batch_size=1))
         assert trainer.global_step == 4
     finally:

@@ -61,14 +61,10 @@ SUMS: list[tuple[str, dict[str, Any], float, str, float]] = [
 ]
 
 
-def step_each() -> list[list[float]]:
-    return [stepped(*case) for *case, _ in SUMS]
-
-
 def test_gradients_are_summed_in_fp32_whatever_they_travel_in(pool: RankPool) -> None:
-    for found in pool.run(ROWS, step_each):
-        for values, case in zip(found, SUMS, strict=True):
-            assert values == pytest.approx([-case[-1]], rel=1e-6), case
+    for *case, expected in SUMS:
+        for values in pool.run(ROWS, stepped, *case):
+            assert values == pytest.approx([-expected], rel=1e-6), case
 
 
 def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float, str]:
@@ -109,15 +105,9 @@ TRAVELS: list[tuple[dict[str, Any], str, set[torch.dtype], set[torch.dtype], flo
 ]
 
 
-def travel() -> list[Any]:
-    return [narrow(*case[:2]) for case in TRAVELS]
-
-
 def test_what_travels_in_16_bits_is_stepped_in_32(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(2, travel)):
-        for (*travelled, difference, logged), (*case, gathered, reduced, least, most, words) in zip(
-            found, TRAVELS, strict=True
-        ):
+    for *case, gathered, reduced, least, most, words in TRAVELS:
+        for rank, (*travelled, difference, logged) in enumerate(pool.run(2, narrow, *case)):
             assert travelled == [gathered, reduced], case
             assert least <= difference <= most, case
             assert rank > 0 or words in logged, case
@@ -143,8 +133,6 @@ def test_another_training_of_a_module_may_have_another_precision(pool: RankPool)
 
 
 class FailsOnce(zoo.MLP):
-    """Fails in the third micro-batch of four."""
-
     fails = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

@@ -47,21 +47,6 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     return [whole(parameter.detach()).clone() for parameter in module.parameters()]
 
 
-def train_by_turns(order: list[str]) -> list[Tensor]:
-    """Of one module that Trainers train, one after the other."""
-    torch.manual_seed(0)
-    module = zoo.MLP()
-    for strategy in order:
-        make_trainer(STRATEGIES[strategy]()).fit(module, own(24), own(8))
-    return weights_of(module)
-
-
-@pytest.mark.slow
-def test_another_strategys_module_is_trained_on(pool: RankPool) -> None:
-    expected = pool.run(2, train_by_turns, ["ddp"] * 3)
-    assert_same(pool.run(2, train_by_turns, ["zero1", "ddp", "zero3"]), expected, **CLOSE)
-
-
 # Whole weights, and modules in checkpoints.
 
 

@@ -86,8 +86,13 @@ ARRIVE_IN_THE_STEP = {
 }
 # Their users look at gradients between micro-batches.
 ACCUMULATE_IN_FULL = {"users' hooks", "inner backward"}
-# In which deliberate faults show.
-ALSO = {("two heads", "late"), ("unused", "by flag"), ("memory shared without being tied", "small buckets")}
+# In which deliberate faults show, and windows whose end sends nothing of what they have accumulated.
+ALSO = {
+    ("two heads", "late"),
+    ("unused", "by flag"),
+    ("memory shared without being tied", "small buckets"),
+    ("toggling, many buckets", "in shards"),
+}
 # Steps that are left out need no parameters.
 SKIPS = "fp16 autocast, a scale so large that steps are skipped"
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -127,10 +132,6 @@ def zero3_in_groups(case: Case, number: int) -> Any:
     policy = ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.of_zero3 is None else case.of_zero3
     # 4 by 1 and 2, 6 by 2 and 3.
     return zero3(**policy, shard_group=dist.get_world_size() // 2 - number // 2 % 2)
-
-
-def parameters_were_under_way(trainer: Trainer) -> bool:
-    return trainer.strategy.under_way > 0
 
 
 def check_arrival(name: str, seen: list[bool]) -> None:
@@ -207,7 +208,7 @@ WAYS: dict[str, Way] = {
     "late": Way(
         "zero1",
         lambda case, number: late(**case.strategy),
-        look=parameters_were_under_way,
+        look=lambda trainer: trainer.strategy.under_way > 0,
         check=check_arrival,
     ),
     "groups": Way("zero1", in_groups, (4, 6), look=copies, check=check_copies),
@@ -262,7 +263,6 @@ WAYS_ON_A_DEVICE: dict[str, Way] = {
 
 
 def expected(case: Case, way: Way) -> str | None:
-    """What the case's column says."""
     return getattr(case, way.column, EQUAL)
 
 
@@ -272,7 +272,6 @@ def number_of(name: str) -> int:
 
 
 def make(name: str) -> Callable[[], zoo.Zoo]:
-    """Makes the case's module, anew for every training."""
     case = CASES[name]
     return lambda: case.module(case.optimizer)
 
@@ -297,7 +296,6 @@ def train_as_oracle(name: str, make_module: Callable[[], zoo.Zoo], accumulates: 
 
 
 def compare(name: str, way_name: str) -> Found:
-    """Trains a case in a way on this rank."""
     way = (WAYS | WAYS_ON_A_DEVICE)[way_name]
     expected = oracle(name, way.accumulates)
     actual, seen = train_in(name, way)
@@ -311,7 +309,6 @@ def train_in(name: str, way: Way) -> tuple[Run, Any]:
 
 
 def error_of(name: str, way_name: str) -> str:
-    """What a training raises on this rank."""
     try:
         train_in(name, (WAYS | WAYS_ON_A_DEVICE)[way_name])
     except Exception as error:
@@ -320,8 +317,6 @@ def error_of(name: str, way_name: str) -> str:
 
 
 class Planned(NamedTuple):
-    """A case that is trained in a way on so many ranks."""
-
     name: str
     way: str
     world_size: int
@@ -347,13 +342,9 @@ def plan(on_device: bool = False) -> Iterator[Planned]:
                 continue
             # A device's oracle is of as many ranks. An error may need several.
             any_size = on_device and expected(case, way) == EQUAL
-            sizes = [size for size in way.world_sizes if any_size or _allows(case, size)]
+            # What three ranks train, more ranks do, too.
+            sizes = [size for size in way.world_sizes if any_size or min(size, 3) in case.world_sizes]
             if not sizes:
                 continue
             size = sizes[(number // 3 + turn) % len(sizes)]
             yield Planned(name, way_name, size, (number - turn) % 10 == 0)
-
-
-def _allows(case: Case, size: int) -> bool:
-    """What three ranks train, more ranks do, too."""
-    return size in case.world_sizes or (size > 3 and 3 in case.world_sizes)

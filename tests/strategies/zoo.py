@@ -1,14 +1,14 @@
 """Small modules of different kinds. None of them knows of the package under test."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 FEATURES = 12
 OptimizerFactory = Callable[[Iterable[Any]], Any]
@@ -28,9 +28,18 @@ class Samples(Dataset):
         return self.data[index]
 
 
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    # A larger epsilon keeps the first steps from amplifying rounding in tiny gradients.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1)
+class Stream(IterableDataset):
+    """Of unknown length."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+# A larger epsilon keeps the first steps from amplifying rounding in tiny gradients.
+adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
 class Zoo(LightningModule):
@@ -86,8 +95,6 @@ class Convolutional(Zoo):
 
 
 class TiedLanguageModel(Zoo):
-    """One matrix is both the embedding and the head."""
-
     def build(self) -> None:
         self.embedding = nn.Embedding(19, 8)
         self.mix = nn.Linear(8, 8)

@@ -111,8 +111,6 @@ DTYPES = [
 
 
 class Exchange(NamedTuple):
-    """One exchange, the same on all ranks."""
-
     number: int
     bounds: Sequence[int]
     narrow: torch.dtype
@@ -145,13 +143,8 @@ class Exchange(NamedTuple):
         return (values * (1 + 0.5j) if self.narrow.is_complex else values).to(self.narrow)
 
     def total(self, carrier: Carrier, seed: int) -> Tensor:
-        """The expected sum over all ranks."""
-        return sum_of([self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))])
-
-
-def sum_of(values: Sequence[Tensor]) -> Tensor:
-    first, *others = values
-    return sum(others, first)
+        first, *others = [self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))]
+        return sum(others, first)
 
 
 def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) -> dict[int, Tensor]:

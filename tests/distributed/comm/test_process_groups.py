@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed, most_open_files
 from lightning_parstrat.distributed.comm.process_groups import (
-    ProcessGroups,
     checkpoint_group,
     connect_on_demand,
     process_groups,
@@ -45,12 +44,6 @@ def sockets() -> int:
     return sum(one.is_symlink() and os.readlink(one).startswith("socket:") for one in list(descriptors.iterdir()))
 
 
-def groups_connected_on_demand(seconds: int) -> ProcessGroups:
-    """As in a large world; no other test has groups of this timeout."""
-    with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
-        return process_groups(timedelta(seconds=seconds))
-
-
 @patch.dict(os.environ)
 def test_large_worlds_connect_on_demand_and_the_users_setting_is_kept() -> None:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
@@ -66,7 +59,10 @@ def sockets_of_first_step() -> int:
     """How many more sockets this rank has after its first step than after the setup."""
     module = torch.nn.Linear(6, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), groups_connected_on_demand(62))
+    # As in a large world; no other test has groups of this timeout.
+    with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
+        groups = process_groups(timedelta(seconds=62))
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), groups)
     before = sockets()
     loss = module(torch.ones(2, 6)).sum()
     engine.prepare_backward(loss)

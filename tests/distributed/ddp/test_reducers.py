@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,16 +60,12 @@ def exchange(mode: dict[str, Any], as_view: bool) -> list[tuple[int, int, int]]:
     return seen
 
 
-def exchange_in_all_modes() -> list[list[tuple[int, int, int]]]:
-    return [exchange(mode, as_view) for mode in MODES for as_view in (True, False)]
-
-
-def test_the_old_reducer_is_gone(pool: RankPool) -> None:
-    for rank in pool.run(2, exchange_in_all_modes):
-        for seen in rank:
-            for buckets, left, calls in seen:
-                # The old one would call the hook for its own buckets, too.
-                assert (left, calls) == (0, buckets)
-            default, small, large, default_again = (buckets for buckets, *_ in seen)
-            # One for each parameter, and one for all.
-            assert small == 6 > default == default_again > large == 1
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_old_reducer_is_gone(pool: RankPool, mode: dict[str, Any], as_view: bool) -> None:
+    for seen in pool.run(2, exchange, mode, as_view):
+        # The old one would call the hook for its own buckets, too.
+        assert all((left, calls) == (0, buckets) for buckets, left, calls in seen)
+        default, small, large, default_again = (buckets for buckets, *_ in seen)
+        # One for each parameter, and one for all.
+        assert small == 6 > default == default_again > large == 1

@@ -1,9 +1,8 @@
-"""Methods on the instance: same object, class and groups for everyone; and what copies and later steps make of it."""
+"""Methods on the instance: same object, class and groups for everyone; what copies, and hooks of a state dict, get."""
 
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch.optim import Optimizer
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
-from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
+from tests.distributed.engines import adamw, backward, make_engine, sgd
 from tests.pool import RankPool
-from tests.torch_versions import is_before
 
 
 def linear() -> nn.Linear:
@@ -26,15 +24,6 @@ def linear() -> nn.Linear:
 
 def loss_of(module: nn.Module) -> Tensor:
     return module(torch.ones(2, 5)).pow(2).sum()
-
-
-def stepped_in_full(module: nn.Module, before: list[Tensor]) -> bool:
-    """Whether every element moved, on every rank: those this rank owns and those it gathered."""
-    return all(bool((now != then).all()) for now, then in zip(module.parameters(), before, strict=True))
-
-
-def snapshot(module: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 class StepsInParts(torch.optim.SGD):
@@ -58,10 +47,12 @@ def left_as_it_was() -> None:
         assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
         assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
         assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
-        before = snapshot(module)
+        before = [parameter.detach().clone() for parameter in parameters]
         backward(engine, loss_of(module))
         optimizer.step()
-        assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
+        # Every element has moved, on every rank.
+        assert all(bool((now != then).all()) for now, then in zip(parameters, before, strict=True))
+        assert is_sharded(optimizer) and type(optimizer) is cls
         engine.close()
         optimizer.step()
         # What schedulers ask for may stay.
@@ -112,49 +103,17 @@ def test_the_size_of_the_state_is_known_before() -> None:
         assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
 
 
-# What comes after a training: beside an optimizer of a single process.
-
-
-def net() -> nn.Sequential:
-    """More than one stride, so that there are several kinds of shards."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(20, 7))
-
-
-# The same on all ranks: the twin is a single process's.
-image_loss = partial(squared_error, shape=(3, 2, 4, 4), target=0.1)
-
-
-OPTIMIZERS: list[Callable[[Any], Optimizer]] = [adamw, sgd, adagrad, adafactor]
-
-
-def stepped(make: Callable[[Any], Optimizer], sharded: int, steps: int) -> tuple[nn.Module, Optimizer]:
-    """Two steps and more, of which the first ones are sharded; a parameter is added after two. Closures see all."""
-    module: Any = net()
-    optimizer = make(module.parameters())
-    engine = make_engine(module, optimizer, bucket_cap_mb=3e-4) if sharded else None
-    for number in range(steps):
-        if number == 2:
-            if engine is not None:
-                engine.close()
-            module.extra = nn.Parameter(torch.ones(3))
-            optimizer.add_param_group({"params": [module.extra], "lr": 0.01})
-
-        def closure(number: int = number) -> Tensor:
-            optimizer.zero_grad()
-            loss = image_loss(module, number) + (module.extra.sum() if number >= 2 else 0)
-            if number < sharded:
-                backward(engine, loss)
-            else:
-                loss.backward()
-            return loss
-
-        optimizer.step(closure)
+def stepped() -> tuple[nn.Module, Optimizer]:
+    module = linear()
+    optimizer = adamw(module.parameters())
+    engine = make_engine(module, optimizer)
+    backward(engine, loss_of(module))
+    optimizer.step()
     return module, optimizer
 
 
 def copies() -> None:
-    _, optimizer = stepped(adamw, 2, 2)
+    _, optimizer = stepped()
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(copied) is type(optimizer) and not is_sharded(copied)
         for read in (copied.step, copied.state_dict, lambda one=copied: copy.deepcopy(one)):
@@ -169,18 +128,18 @@ def test_a_copy_needs_its_state(pool: RankPool) -> None:
     pool.run(2, copies)
 
 
-def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:
-    for make in makers:
-        (module, optimizer), (twin, twins) = (stepped(make, sharded, 4) for sharded in (2, 0))
-        assert type(optimizer) is type(twins)
-        close = {"rtol": 1e-5, "atol": 1e-7}
-        assert_same(
-            [list(module.parameters()), optimizer.state_dict()], [list(twin.parameters()), twins.state_dict()], **close
-        )
+def asked_with_hooks() -> tuple[list[Any], int]:
+    _, optimizer = stepped()
+    seen: list[Any] = []
+
+    def change(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append([tuple(state["exp_avg"].shape) for state in state_dict["state"].values()])
+        return {**state_dict, "note": len(seen)}
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_state_dict_post_hook(change)
+    return seen, optimizer.state_dict()["note"]
 
 
-def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
-    # Adagrad of older versions cannot step an added parameter, sharded or not.
-    tried = [make for make in OPTIMIZERS if make is not adagrad or not is_before("2.13")]
-    for world_size, makers in ((2, tried), (1, [adamw]), (3, [adafactor])):
-        pool.run(world_size, after_a_training, makers)
+def test_hooks_of_a_state_dict_run_once_and_see_unsharded_state(pool: RankPool) -> None:
+    assert pool.run(2, asked_with_hooks) == [(["before", [(4, 5), (4,)]], 2)] * 2

@@ -52,15 +52,11 @@ class Scale(torch.autograd.Function):
         return gradients[0], None
 
 
-def loaded(buffer: io.BytesIO) -> Any:
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def saved(value: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return loaded(buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def in_a_thread(function: Callable[[], Tensor]) -> Tensor:

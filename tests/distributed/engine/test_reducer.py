@@ -1,21 +1,15 @@
-"""What backward does not send, and ranks that disagree about what is trained."""
+"""What backward sends and what it does not, what is in flight together, and ranks that disagree."""
 
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.engines import backward, make_engine, sgd, squared_error
+from tests.distributed.engines import LoggedCollectives, backward, layers, make_engine, perceptron, sgd, squared_error
 from tests.pool import RankPool
-
-
-def layers(count: int = 4) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
-
 
 # A few samples for each rank.
 loss_of = partial(squared_error, shape=(3, 6), target=0.0)
@@ -54,3 +48,65 @@ def untouched_half() -> int:
 
 def test_buckets_that_no_rank_touched_are_not_sent(pool: RankPool) -> None:
     assert pool.run(2, untouched_half) == [6, 6]
+
+
+class _Of:
+    """A part of a log, of one process group."""
+
+    def __init__(self, group: str, log: list[tuple[str, str, int]]) -> None:
+        self._group, self._log = group, log
+
+    def append(self, entry: tuple[str, int]) -> None:
+        self._log.append((self._group, *entry))
+
+
+def by_turns(plays: list[str], policy: dict[str, Any], in_shards: bool, exposed: bool) -> list[tuple[str, str, int]]:
+    """Two optimizers, as of a GAN; ``plays`` says whose backward (lower case) or step (upper case) comes next."""
+    modules = {"a": perceptron(), "b": perceptron()}
+    both = nn.ModuleDict(modules)
+    optimizers = {name: sgd(module.parameters()) for name, module in modules.items()}
+    engine = make_engine(both, *optimizers.values(), bucket_cap_mb=5e-4, **policy)
+    engine.expose_gradients(exposed)
+    engine.accumulate_in_shards(in_shards)
+    log: list[tuple[str, str, int]] = []
+    for name, mover in (("gradients", engine.reducer), ("parameters", engine.gatherer)):
+        mover.collectives = LoggedCollectives(mover.collectives.group, _Of(name, log))  # type: ignore[arg-type]
+    for number, turn in enumerate(plays * 3):
+        if turn == "-":
+            with engine.reducer.no_sync():
+                backward(engine, squared_error(both["a"], number))
+        elif turn.islower():
+            backward(engine, squared_error(both[turn], number))
+        else:
+            optimizers[turn.lower()].step()
+            optimizers[turn.lower()].zero_grad()
+    engine.close()
+    return log
+
+
+TURNS: list[tuple[str, dict[str, Any], bool, bool]] = [
+    ("aA", {}, False, False),
+    ("aAbB", {}, False, False),
+    ("abAB", {}, False, False),
+    ("abBA", {}, False, False),
+    ("abAB", {"max_inflight_buckets": 1}, False, False),
+    ("--aA", {}, False, False),
+    ("--aA", {}, True, False),
+    ("aAbB", {}, False, True),
+]
+
+
+def test_gradients_and_parameters_are_never_in_flight_together(pool: RankPool) -> None:
+    """Of two communicators torch asks that what one has launched is waited for before the other is used."""
+    for plays, policy, in_shards, exposed in TURNS:
+        logs = pool.run(2, by_turns, list(plays), policy, in_shards, exposed)
+        launches = [[entry for entry in log if entry[1].startswith("launch")] for log in logs]
+        assert launches[0] == launches[1] and {group for group, *_ in launches[0]} == {"gradients", "parameters"}
+        for log in logs:
+            in_flight: set[tuple[str, int]] = set()
+            for group, event, number in log:
+                if event.startswith("launch"):
+                    assert all(other == group for other, _ in in_flight), (plays, policy)
+                    in_flight.add((group, number))
+                else:
+                    in_flight.discard((group, number))

@@ -1,6 +1,5 @@
 """What is sharded, how, and what every rank keeps whole instead: decided without others, by trying an optimizer out."""
 
-import random
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,12 +16,7 @@ from lightning_parstrat.distributed.engine.shardability import (
     reason_against_parts,
 )
 from tests.distributed.engines import sgd
-from tests.strategies.odd_optimizers import (
-    ClosureTwice,
-    GloballyScaled,
-    KeepsItsOwnList,
-    NeedsTheLoss,
-)
+from tests.strategies.odd_optimizers import ClosureTwice, GloballyScaled
 from tests.torch_versions import is_before
 
 
@@ -31,10 +25,6 @@ def parameters() -> list[nn.Parameter]:
     torch.manual_seed(0)
     shapes = [(12, 20), (20,), (4, 3, 3, 3), (9,), (7, 30), ()]
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
-
-
-def matrices() -> list[nn.Parameter]:
-    return [parameter for parameter in parameters() if parameter.ndim == 2]
 
 
 class Own(Optimizer):
@@ -83,21 +73,6 @@ def by_norm_of_its_group(optimizer: Own, parameter: Tensor) -> Tensor:
 def by_its_rate(optimizer: Own, parameter: Tensor) -> Tensor:
     """As long as the learning rate says, and all gradients together."""
     return parameter.grad / norm(optimizer) * optimizer.param_groups[0]["lr"]
-
-
-def by_its_position(optimizer: Own, parameter: Tensor) -> Tensor:
-    (position,) = [number for number, one in enumerate(optimizer.each()) if one is parameter]
-    return parameter.grad * (1 + position)
-
-
-class RunningDistance(Own):
-    """A number of its own that grows with what all parameters did before, as D-adaptation's estimate."""
-
-    distance = 1.0
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        self.distance += parameter.grad.abs().sum().item()
-        return parameter.grad * self.distance
 
 
 class Momentum(Own):
@@ -173,10 +148,6 @@ def narrow(make: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[[], O
     return lambda: make([nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters()])
 
 
-def in_groups(cls: Any) -> Optimizer:
-    return cls([{"params": parameters()[:3], "lr": 0.2}, {"params": parameters()[3:]}])
-
-
 def unlike_parameters() -> Optimizer:
     """Complex, integer, empty, in half precision, and without a gradient."""
     return Momentum(
@@ -211,13 +182,12 @@ BY_PARAMETER: dict[str, Callable[[], Any]] = {
     **{f"Adafactor, learning rate {lr}": by(torch.optim.Adafactor, lr=lr) for lr in RATES},
     **{f"Adafactor, {dtype}": narrow(torch.optim.Adafactor, dtype) for dtype in NARROW},
     # A matrix is all that it takes.
-    "Muon": lambda: torch.optim.Muon(matrices()),
+    "Muon": lambda: torch.optim.Muon([one for one in parameters() if one.ndim == 2]),
     # A subclass may do anything, so that its parameters are not cut unless it is asked for.
     "a subclass": by(MyAdam),
     **{f"a subclass, {dtype}": narrow(partial(MyAdam, lr=1e-5), dtype) for dtype in NARROW},
     "momentum": by(Momentum),
     "unlike parameters": unlike_parameters,
-    "uses the loss": by(NeedsTheLoss),
     "nothing but an empty parameter": lambda: Own([nn.Parameter(torch.zeros(0))]),
     "loads its state": by(LoadsItsState),
 }
@@ -228,12 +198,10 @@ DEPENDS: dict[str, Callable[[], Any]] = {
     **{f"global norm, {dtype}": narrow(GloballyScaled, dtype) for dtype in NARROW},
     # It acts only where the whole gradient is long: most of the trial's steps would not show it.
     "global clip": by(Moves, by=lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1)),
-    "norm of a group": lambda: in_groups(partial(Moves, by=by_norm_of_its_group)),
-    "running distance": by(RunningDistance),
-    "state by position": by(Moves, by=by_its_position),
-    "its own list": by(KeepsItsOwnList),
+    "norm of a group": lambda: Moves(
+        [{"params": parameters()[:3]}, {"params": parameters()[3:]}], by_norm_of_its_group
+    ),
     "noise": by(Moves, by=lambda _, one: one.grad + torch.randn_like(one)),
-    "Python's noise": by(Moves, by=lambda _, one: one.grad * random.random()),
     **{f"by its rate, {lr}": by(Moves, by=by_its_rate, lr=lr) for lr in RATES},
     **{f"by its rate, {dtype}": narrow(partial(Moves, by=by_its_rate, lr=1e-4), dtype) for dtype in NARROW},
 }
@@ -341,8 +309,5 @@ def parameters_that_cannot_move() -> tuple[nn.Module, set[str]]:
 
 def test_parameters_that_cannot_move_are_kept_whole() -> None:
     module, names = parameters_that_cannot_move()
-    assert names_of(module, immovable_parameters(module, [sgd(module.parameters())])) == names
-
-
-def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
-    return {name for name, parameter in module.named_parameters() if parameter in parameters}
+    found = immovable_parameters(module, [sgd(module.parameters())])
+    assert {name for name, parameter in module.named_parameters() if parameter in found} == names

@@ -1,13 +1,11 @@
 """Micro-batches that are reduced one by one come to what one process makes of all of them."""
 
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,33 +14,10 @@ from torch.optim import Optimizer
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.comparing import distance
-from tests.distributed.engines import Log, adamw, backward, log_reductions, make_engine, sgd, squared_error
+from tests.distributed.engines import Log, backward, layers, log_reductions, make_engine, sgd, squared_error
 from tests.pool import RankPool
 
 loss_of = partial(squared_error, shape=(3, 6))
-
-
-def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).to(dtype)
-
-
-class Routed(nn.Module):
-    """Each rank uses its own expert in each micro-batch; one expert nobody uses, one is outside every optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-        self.trunk = nn.Linear(6, 6)
-        self.outside = nn.Linear(6, 6)
-        self.double()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.outside(self.experts[int(inputs[0, 0].abs() * 10) % 4](self.trunk(inputs)))
-
-    def sharded(self) -> list[nn.Parameter]:
-        return [*self.experts.parameters(), *self.trunk.parameters()]
 
 
 def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = True, **policy: Any) -> Any:
@@ -128,7 +103,7 @@ def test_16_bits_add_up_in_32(pool: RankPool) -> None:
 
 def looks_in_the_middle(factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """What ``full_gradients()`` shows in a window, and at its end, where it was changed; and what it should."""
-    module = layers(torch.float64)
+    module = layers().double()
     engine = sharded_engine(module, sgd(module.parameters()))
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     with engine.reducer.no_sync():
@@ -153,50 +128,3 @@ def looks_in_the_middle(factor: float) -> tuple[list[Tensor], list[Tensor], list
 def test_what_was_accumulated_can_be_looked_at_and_changed(pool: RankPool) -> None:
     for shown, ended, expected in pool.run(2, looks_in_the_middle, -0.5):
         assert distance([*shown, *ended], expected) <= 1e-12
-
-
-def at_random(seed: int, in_shards: bool) -> list[Tensor]:
-    """The same operations on all ranks, drawn from one generator."""
-    draw = random.Random(seed)
-    module = Routed()
-    first, second = module.sharded()[:6], module.sharded()[6:]
-    optimizers = [sgd(first), adamw(second)]
-    engine = make_engine(
-        module,
-        *optimizers,
-        bucket_cap_mb=draw.choice([1e-6, 4e-4, 1.0]),
-        max_inflight_buckets=draw.choice([None, 1]),
-        partition=draw.choice(["element", "parameter"]),
-    )
-    engine.reducer.collects_unannounced = True
-    engine.accumulate_in_shards(in_shards)
-    for step in range(8):
-        if draw.random() < 0.2:
-            module.trunk.requires_grad_(draw.random() < 0.5)
-        for number in range(draw.randrange(4)):
-            with engine.reducer.no_sync():
-                backward(engine, loss_of(module, 100 * step + 10 * number + dist.get_rank()))
-                if draw.random() < 0.1:
-                    # Unannounced.
-                    (loss_of(module, 100 * step + 50 + dist.get_rank()) * 0.5).backward()
-            if draw.random() < 0.1:
-                draw.choice(optimizers).zero_grad(set_to_none=draw.random() < 0.5)
-        # Alike where something of an earlier window may be left: as in manual optimization.
-        if draw.random() < 0.8:
-            backward(engine, loss_of(module, 100 * step + 90 + dist.get_rank()))
-        for optimizer in draw.sample(optimizers, draw.choice([1, 2])):
-            optimizer.step()
-            if draw.random() < 0.8:
-                optimizer.zero_grad(set_to_none=draw.random() < 0.5)
-    engine.gatherer.finish()
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def random_differences(seeds: range) -> list[float]:
-    return [distance(at_random(seed, True), at_random(seed, False)) for seed in seeds]
-
-
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["few", "many"])
-def test_windows_at_random(pool: RankPool, seeds: range) -> None:
-    for differences in pool.run(3, random_differences, seeds):
-        assert max(differences) <= 1e-9, differences

@@ -107,15 +107,10 @@ FAILURES: list[tuple[Steps, str, tuple[str, str]]] = [
 ]
 
 
-def failures() -> list[tuple[str, str]]:
-    return [failure(steps) for steps, _, _ in FAILURES]
-
-
 def test_what_is_no_weight_or_missing_is_an_error_on_all_ranks(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(2, failures, timeout=SOON)):
-        for (where, message), (steps, expected, messages) in zip(found, FAILURES, strict=True):
-            assert where == expected, steps
-            assert messages[rank] in message, steps
+    for steps, expected, messages in FAILURES:
+        for (where, message), words in zip(pool.run(2, failure, steps, timeout=SOON), messages, strict=True):
+            assert where == expected and words in message, steps
 
 
 class OnDevice(_HostCopy):

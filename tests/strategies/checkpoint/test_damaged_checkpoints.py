@@ -31,8 +31,6 @@ def originals(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A damage to what a file holds."""
-
     def damage(path: Path) -> None:
         checkpoint = torch.load(path, weights_only=False)
         change(checkpoint)
@@ -52,14 +50,6 @@ def garble(file: Path) -> None:
     for position in range(0, len(content), 64):
         content[position] ^= 0xFF
     file.write_bytes(content)
-
-
-def newer(checkpoint: dict[str, Any]) -> None:
-    checkpoint[CHECKPOINT_KEY] = {**checkpoint[CHECKPOINT_KEY], "format": 99}
-
-
-def other_shape(checkpoint: dict[str, Any]) -> None:
-    checkpoint["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 3)
 
 
 def other_groups(checkpoint: dict[str, Any]) -> None:
@@ -83,7 +73,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"not a checkpoint of a Lightning Trainer: it lacks 'state_dict'.* load them in the module",
     ),
     "gone": ("full", lambda p: p.unlink(), r"Checkpoint file not found: .*full\.ckpt"),
-    "a newer format": ("full", changed(newer), r"saved by a newer lightning-parstrat \(its format is 99.*pip install"),
+    "a newer format": (
+        "full",
+        changed(lambda c: c[CHECKPOINT_KEY].update(format=99)),
+        r"saved by a newer lightning-parstrat \(its format is 99.*pip install",
+    ),
     "too many optimizers": (
         "full",
         changed(lambda c: c["optimizer_states"].append(c["optimizer_states"][0])),
@@ -91,7 +85,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "another shape": (
         "full",
-        changed(other_shape),
+        changed(lambda c: c["optimizer_states"][0]["state"][0].update(exp_avg=torch.zeros(7, 3))),
         r"'exp_avg' of shape \(7, 3\) for 'conv\.weight', which has shape \(6, 1, 3, 3\)",
     ),
     "other groups": ("full", changed(other_groups), "parameter groups of sizes"),
@@ -161,7 +155,7 @@ def test_what_one_rank_cannot_read_is_refused_by_all(pool: RankPool, originals: 
     path = str(originals["full"])
     seeing, blind = pool.run(2, attempt_apart, [path, f"{path}.elsewhere"])
     assert "Rank 1 failed in loading" in seeing and "All nodes must see the same files" in seeing
-    assert "Checkpoint file not found" in blind
+    assert blind.startswith("Checkpoint file not found")
 
 
 def test_a_folder_that_is_replaced_while_it_is_read_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:

@@ -80,23 +80,21 @@ JOBS: list[tuple[str, signal.Signals, int, bool, Any]] = [
 """The strategy, the signal, micro-batches of a window, whether Slurm requeues, and what comes of it."""
 
 
-def train_each_in_job(folder: str) -> list[Any]:
-    found = []
-    for number, (*case, _) in enumerate(JOBS):
-        (own := Path(folder) / str(number)).mkdir(exist_ok=True)
-        found.append(train_in_job(str(own), *case))  # type: ignore[arg-type]
-    return found
-
-
-def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(2, train_each_in_job, str(tmp_path), timeout=200)
-    assert results == [[expected for *_, expected in JOBS]] * 2
-    for number, (_, signum, _, requeues, (*_, steps)) in enumerate(JOBS):
-        asked, saved = tmp_path / f"{number}/asked", tmp_path / f"{number}/hpc_ckpt_1.ckpt"
-        assert asked.exists() == (requeues and signum == signal.SIGUSR1)
-        if requeues:
-            checkpoint = torch.load(saved, weights_only=True)
-            assert checkpoint["global_step"] == steps and checkpoint[CHECKPOINT_KEY]["slurm_job"] == "7"
+@pytest.mark.parametrize(("strategy", "signum", "accumulate", "requeues", "expected"), JOBS)
+def test_all_ranks_save_after_the_same_batch_and_end(
+    pool: RankPool,
+    tmp_path: Path,
+    strategy: str,
+    signum: signal.Signals,
+    accumulate: int,
+    requeues: bool,
+    expected: Any,
+) -> None:
+    assert pool.run(2, train_in_job, str(tmp_path), strategy, signum, accumulate, requeues) == [expected] * 2
+    assert (tmp_path / "asked").exists() == (requeues and signum == signal.SIGUSR1)
+    if requeues:
+        checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == expected[-1] and checkpoint[CHECKPOINT_KEY]["slurm_job"] == "7"
 
 
 def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:

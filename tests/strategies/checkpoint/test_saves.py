@@ -54,26 +54,12 @@ def copies_shards(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
 
 
-def fills_up(module: Any, checkpoint: dict[str, Any]) -> None:
-    """More than a file may hold."""
-    checkpoint["ballast"] = torch.zeros(10**6)
-
-
-def holds_a_function(module: Any, checkpoint: dict[str, Any]) -> None:
-    """It cannot be pickled."""
-    checkpoint["mine"] = lambda: None
-
-
 def nothing(path: Path) -> None: ...
 
 
 def a_folder_of_other_things(path: Path) -> None:
     path.mkdir()
     (path / "thesis.txt").write_text("years of work")
-
-
-def a_file(path: Path) -> None:
-    path.write_text("old")
 
 
 class Fails(NamedTuple):
@@ -95,8 +81,17 @@ FAILS = {
     "no file": Fails(os.mkfifo, does_nothing, "tuned", ("full", "sharded"), "neither a file nor a folder"),
     "placeholders are changed": Fails(nothing, changes_placeholders, "zero1", ("sharded",), "A hook has changed"),
     "shards are copied": Fails(nothing, copies_shards, "zero3", ("sharded",), "A hook has changed"),
-    "a function": Fails(nothing, holds_a_function, "zero1", ("full", "sharded"), "pickle|local object"),
-    "no room": Fails(a_file, fills_up, "zero1", ("full", "sharded", "async"), UNCHANGED),
+    "a function": Fails(
+        nothing, lambda _, saved: saved.update(mine=lambda: None), "zero1", ("full", "sharded"), "pickle|local object"
+    ),
+    # More than a file may hold.
+    "no room": Fails(
+        lambda path: path.write_text("old"),
+        lambda _, saved: saved.update(ballast=torch.zeros(10**6)),
+        "zero1",
+        ("full", "sharded", "async"),
+        UNCHANGED,
+    ),
 }
 
 

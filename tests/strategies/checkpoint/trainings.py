@@ -18,11 +18,7 @@ from tests.strategies import zoo
 from tests.strategies.cases import adafactor
 from tests.strategies.parity import by_flag, ddp, train, zero1, zero3
 
-
-def tuned(**arguments: Any) -> Any:
-    return by_flag(TunedDDPStrategy, find_unused_parameters=True, **arguments)
-
-
+tuned = partial(by_flag, TunedDDPStrategy, find_unused_parameters=True)
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "ddp": ddp,
     "single": lambda: None,
@@ -74,7 +70,6 @@ def batches() -> dict[str, int]:
 
 
 def write(module: str, strategy: str, form: str, path: str) -> None:
-    """Trains one epoch and saves it."""
     saving = ModelCheckpoint(dirpath=Path(path).parent, filename=Path(path).stem, save_top_k=-1)
     train(MODULES[module], make(strategy, form), callbacks=[saving], enable_checkpointing=True, **batches())
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,10 +63,6 @@ def loader(samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
     return DataLoader(Numbered(samples), **{**defaults, **arguments})
 
 
-def weights() -> Tensor:
-    return torch.arange(1.0, SAMPLES + 1)
-
-
 class BySize(Sampler[list[int]]):
     """Batches of different sizes, in an order drawn anew in each epoch."""
 
@@ -102,8 +99,6 @@ class Unknown(Sampler[int]):
 
 
 class Unsized(Unknown):
-    """Does not say how many indices it has."""
-
     def __len__(self) -> int:
         raise TypeError
 
@@ -146,8 +141,6 @@ class StatefulLoader(DataLoader[Tensor]):
 
 
 class WithoutLength(StatefulLoader):
-    """Does not know how many batches it has."""
-
     def __len__(self) -> int:
         raise TypeError
 
@@ -224,8 +217,7 @@ def stateful(samples: int = SAMPLES, kind: type[StatefulLoader] = StatefulLoader
     return kind(Numbered(samples), batch_size=BATCH, generator=own_generator())
 
 
-def without_length(samples: int = SAMPLES) -> StatefulLoader:
-    return stateful(samples, WithoutLength)
+without_length = partial(stateful, kind=WithoutLength)
 
 
 def uneven(samples: int, more: int, **arguments: Any) -> DataLoader[Any]:
@@ -238,7 +230,7 @@ SAMPLERS: dict[str, Row] = {
     "by one": Row(lambda: loader(batch_size=None)),
     "workers": Row(lambda: loader(num_workers=2)),
     "persistent": Row(lambda: loader(num_workers=1, persistent_workers=True, prefetch_factor=4)),
-    "weighted": Row(lambda: loader(sampler=WeightedRandomSampler(weights(), SAMPLES))),
+    "weighted": Row(lambda: loader(sampler=WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES))),
     "random own": Row(lambda: loader(), OWN),
     "random own, generator": Row(lambda: loader(generator=own_generator()), OWN),
     "generator, workers": Row(lambda: loader(generator=own_generator(), num_workers=1), OWN),
@@ -320,16 +312,11 @@ def in_hooks(
     return Row(make, arguments, False, kind, strategy, width, hooks, (0, 4, 5, 8))
 
 
-def shuffled(**arguments: Any) -> DataLoader[Any]:
-    return loader(20, **arguments)
+shuffled, dealt = partial(loader, 20), partial(Dealt, 20)
 
 
 def generated(**arguments: Any) -> DataLoader[Any]:
     return shuffled(generator=own_generator(), **arguments)
-
-
-def dealt() -> Dealt:
-    return Dealt(20)
 
 
 def unsized() -> DataLoader[Any]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import lightning_parstrat
 from tests.comparing import distance
@@ -47,6 +47,7 @@ from tests.strategies.data.rows import (
 from tests.strategies.data.trainings import Saves, Sees, differences, fit, trainer_and_module
 from tests.strategies.parity import make_trainer
 from tests.strategies.test_dataloaders import workers_allowed
+from tests.strategies.zoo import Stream
 
 TWICE = {
     **dict.fromkeys(("any hook", "in windows", "any hook, no length", "twice an epoch"), BATCHES[1:]),
@@ -262,11 +263,6 @@ class OwnClass(DataLoader[Tensor]):
         return map(torch.clone, super().__iter__())
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(Numbered(100).__getitem__, range(100))
-
-
 class Plain:
     """Iterable, and nothing more."""
 
@@ -281,7 +277,7 @@ def twice() -> list[Any]:
 
 LOST = {
     "(OwnClass over Numbered)": lambda: OwnClass(Numbered(), batch_size=4),
-    "(DataLoader over Stream)": lambda: DataLoader(Stream(), batch_size=4),
+    "(DataLoader over Stream)": lambda: DataLoader(Stream(map(Numbered(100).__getitem__, range(100))), batch_size=4),
     "(Plain)": Plain,
     "used in two places, give each a separate loader": twice,
     "nothing": loader,
@@ -369,12 +365,6 @@ def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path:
     assert pool.run(2, preempted, str(tmp_path)) == [{}, {}]
 
 
-def epochs_of(path: str | Path) -> dict[str, Any]:
-    """How Lightning's loop over epochs counts, in a checkpoint."""
-    progress: dict[str, Any] = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
-    return progress
-
-
 def cut_short(folder: str) -> dict[str, Any]:
     """Of each strategy what the checkpoint of an epoch counts that the end of training has cut."""
     found = {}
@@ -383,7 +373,7 @@ def cut_short(folder: str) -> dict[str, Any]:
         saving = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", save_on_train_epoch_end=True)
         trainer = make_trainer(chosen, callbacks=[saving], max_steps=2, enable_checkpointing=True)
         trainer.fit(Sees(Row(shuffled)), shuffled())
-        found[kind] = epochs_of(saving.best_model_path)
+        found[kind] = torch.load(saving.best_model_path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
     return found
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,17 +44,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 5, bias=False), nn.Tanh(), nn.Linear(5, 2))
 
 
-def sgd(parameters: Any) -> Optimizer:
-    # Unlike Adam's, its step is as large as the gradient: a wrong scale shows at once.
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-
-
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02)
-
-
-def fused(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, fused=True)
+# Unlike Adam's, its step is as large as the gradient: a wrong scale shows at once.
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+adamw = partial(torch.optim.AdamW, lr=0.02)
+fused = partial(torch.optim.AdamW, lr=0.02, fused=True)
 
 
 class Regression(LightningModule):

@@ -96,10 +96,6 @@ class OnDemand(zoo.MLP):
         assert all(parameter.grad is None for parameter in self.parameters())
 
 
-def on_rank_0() -> Watcher | None:
-    return Watcher() if dist.get_rank() == 0 else None
-
-
 class Row(NamedTuple):
     """A training that somebody looks into, or changes.
 
@@ -127,7 +123,7 @@ ROWS = {
     "scaled": Row(zoo.MLP, Watcher, 3, {"fp16": True, "gradient_clip_val": 0.05}, (1e-3, 1e-2)),
     "unused": Row(zoo.UnusedBySomeRanks, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
-    "on one rank": Row(zoo.MLP, on_rank_0),
+    "on one rank": Row(zoo.MLP, lambda: Watcher() if dist.get_rank() == 0 else None),
     **{module.__name__: Row(module) for module in (Noisy, OwnStep, ByGradientLastSeen)},
     "Replaces": Row(Replaces, ranks=3),
     "on demand": Row(OnDemand, reference=Noisy),

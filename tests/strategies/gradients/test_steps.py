@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_parstrat.errors import InconsistentWeightsError
 from tests.comparing import distance, worst
@@ -35,6 +35,7 @@ from tests.strategies.gradients.big_batch import (
 )
 from tests.strategies.gradients.trainings import KINDS, WEIGHTS, by_pairs, ranks_batches, strategy
 from tests.strategies.parity import make_trainer, whole
+from tests.strategies.zoo import Stream
 
 Windows = Sequence[Sequence[int]]
 
@@ -95,20 +96,6 @@ class Validated(Regression):
         nn.functional.mse_loss(self.network(batch.inputs), batch.targets)
 
 
-class Endless(IterableDataset[Any]):
-    """Has no length."""
-
-    def __init__(self, batches: Sequence[Sample]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.batches)
-
-
-def endless(batches: Sequence[Sample]) -> DataLoader[Any]:
-    return DataLoader(Endless(batches), batch_size=None)
-
-
 class Weighed(Regression):
     """Callbacks see the loss as the module returned it."""
 
@@ -165,8 +152,7 @@ class StepsByTheLoss(torch.optim.SGD):
         super().step()
 
 
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5)
+plain_sgd = partial(torch.optim.SGD, lr=0.5)
 
 
 class Looks(Regression):
@@ -230,11 +216,7 @@ def truly_halved(parameters: list[Tensor]) -> None:
     clip_grad_norm_(parameters, 0.2)
 
 
-def by_norm(parameters: list[Tensor]) -> None:
-    clip_grad_norm_(parameters, 0.2)
-
-
-def clipped_before(clip: Callable[[list[Tensor]], None]) -> dict[str, Any]:
+def clipped_before(clip: Callable[[list[Tensor]], Any]) -> dict[str, Any]:
     return {"optimizer": partial(ClipsBeforeSteps, clip)}
 
 
@@ -268,7 +250,11 @@ ROWS: dict[str, Row] = {
         windows=[*[[i] for i in range(8)], *WHOLE, [0, 1, 2, 3, 4], [5, 6, 7]],
     ),
     "limit": Row({**BY_3, "limit_train_batches": 5}, windows=[[0, 1, 2], [3, 4]]),
-    "unknown length": Row({**BY_3, "max_epochs": 2}, windows=[*WHOLE, *WHOLE], loader=endless),
+    "unknown length": Row(
+        {**BY_3, "max_epochs": 2},
+        windows=WHOLE * 2,
+        loader=lambda batches: DataLoader(Stream(batches), batch_size=None),
+    ),
     "max steps": Row({**BY_3, "max_steps": 4, "max_epochs": -1}, windows=[*WHOLE, [0, 1, 2]]),
     "epoch ended": Row({**BY_3, "max_epochs": 2}, partial(Steps, ends_at=4), windows=[[0, 1, 2], *WHOLE]),
     "validation inside": Row({**BY_3, "val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0}, Validated),
@@ -278,8 +264,8 @@ ROWS: dict[str, Row] = {
     "norm looked for": Row({}, strategy={"nonfinite_grads": "skip"}, norm="known"),
     "value and norm": Row(VALUE, strategy={"nonfinite_grads": "skip"}, norm="known"),
     "fused": Row({**BY_3, **NORM}, partial(Regression, fused), truth={"optimizer": adamw}),
-    "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="known"),
-    "by torch": Row(BY_3, ByTorch, truth=clipped_before(by_norm)),
+    "by the module": Row({}, ByTheModule, truth=clipped_before(partial(clip_grad_norm_, max_norm=0.2)), norm="known"),
+    "by torch": Row(BY_3, ByTorch, truth=clipped_before(partial(clip_grad_norm_, max_norm=0.2))),
     "halved, then clipped": Row(
         {}, HalvesFirst, {"nonfinite_grads": "skip"}, truth=clipped_before(truly_halved), norm="another"
     ),

@@ -28,8 +28,6 @@ _RENDEZVOUS = "last_call_timeout=10,join_timeout=60,keep_alive_interval=1,keep_a
 
 
 class Agent(NamedTuple):
-    """One call of torchrun."""
-
     options: Sequence[str]
     variables: Mapping[str, str] = {}
 
@@ -150,7 +148,6 @@ if __name__ == "__main__":
 
 
 def noted(folder: Path, kind: str, start: int) -> list[list[dict[str, Any]]]:
-    """What each rank of a start has noted."""
     files = sorted(folder.glob(f"{kind}-{start}-*"), key=lambda file: int(file.name.split("-")[-1]))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
