@@ -100,6 +100,9 @@ Used through this file: what for | what happens without it.
     torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded
         How many batches a data loader has returned, without those that its workers have prefetched | A checkpoint
         within an epoch cannot be saved.
+    torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback
+        Ends a step of modules that were called for several micro-batches, as torch's pipeline stages do |
+        pipeline_custom with shard="parameters" fails in the first step.
     torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group
         Finds the object that gathers a sharded parameter | zero3_custom does not begin.
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param
