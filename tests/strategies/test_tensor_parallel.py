@@ -189,6 +189,9 @@ def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
     assert [one.name for one in find_plan(module, 2, set())] == ["blocks.0.up", "blocks.0.down"]
     with pytest.raises(TensorPlanError, match=r"cuts 'blocks\.0\.down', which shares a parameter with another"):
         find_plan(module, 2, {module.blocks[0].down.bias})
+    module.tp_plan = {"embedding": "embedding_rowwise"}
+    with pytest.raises(TensorPlanError, match="A layer that is tied to another one does not count"):
+        find_plan(module, 2, {module.embedding.weight})
 
 
 def train(module: type[zoo.Zoo] = Transformer, **strategy: Any) -> None:
