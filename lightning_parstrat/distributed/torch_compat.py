@@ -17,6 +17,10 @@ Used through this file: what for | what happens without it.
         for a parameter | zero1_custom cannot be imported.
     torch.Tensor._backward_hooks
         Access does not wait for a parameter | zero1_custom cannot be imported.
+    torch.nn.Module._forward_hooks
+        Refuses hooks that would run on a copy | pipeline_custom does not begin if ranks divide its blocks.
+    torch.nn.Module._forward_pre_hooks
+        As `_forward_hooks` | As for `_forward_hooks`.
     torch.nn.Module._parameters
         Waits for a module's parameters. The public `parameters()` takes six times as long, before every module's call |
         zero1_custom fails in the second forward, ddp_tuned in the first backward. Use `parameters(recurse=False)`.
@@ -179,6 +183,11 @@ def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether hooks were registered for the parameter's gradient, before it is accumulated."""
     return bool(cast(Any, parameter)._backward_hooks)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks were registered that run before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def lend_hooks(parameter: Tensor, leaf: Tensor) -> RemovableHandle:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -171,8 +171,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         stages = self._divide(module, blocks)
         group = subgroup(groups.gradients, grid.pipeline_of(self.global_rank))
         replicas = make_collectives(self._ranks.data_groups.control, torch.device("cpu"))
-        shards = grid.tensor > 1 or (grid.data > 1 and self._policy.shard == "parameters")
-        held = HeldParts(module, blocks, stages, groups.gradients, group, self.root_device, grid, shards)
+        everyone, divides = groups.gradients, self._divides_blocks
+        held = HeldParts(module, blocks, stages, everyone, group, self.root_device, grid, divides)
         cut = CutModule(module, held.blocks, stages, held.sharded)
         pipeline = Pipeline(
             cut, stages, held, self._policy.schedule, self._policy.microbatches, group, self.root_device
@@ -213,13 +213,28 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if fits and any(isinstance(one, WeightAveraging) for one in module.trainer.callbacks):
             raise MisconfigurationException(
                 "pipeline_custom cannot save averages of a WeightAveraging callback: each rank has those of its stages."
-                " Take StochasticWeightAveraging, or zero3_custom."
+                " Take StochasticWeightAveraging with shard='state', or zero3_custom."
             )
+        self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
+        if self._divides_blocks:
+            self._refuse_callback(StochasticWeightAveraging, fits, "Set shard='state' and tensor_parallel_size=1.")
         kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, _BATCH_NORMS))
         if fits and kinds:
             self._fit_report.say(
                 f"{' and '.join(kinds)} take their statistics from each micro-batch, not from the whole batch", True
             )
+
+    def _refuse_callback(self, kind: type[Callback], fits: bool, advice: str) -> None:
+        if fits and any(isinstance(one, kind) for one in self._training_module.trainer.callbacks):
+            raise MisconfigurationException(
+                f"{kind.__name__} reads and replaces parameters that this rank does not have as a whole. {advice}"
+            )
+
+    @property
+    def _divides_blocks(self) -> bool:
+        """Whether the ranks of a stage divide its blocks."""
+        grid = self._ranks.grid
+        return grid.tensor > 1 or (grid.data > 1 and self._policy.shard == "parameters")
 
     def _size_of_pipeline(self, ranks: int) -> int:
         """How many ranks a pipeline has. If no number fits, what is closest to the arguments."""
@@ -323,9 +338,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._ranks.data_groups,
             self.node_rank,
         )
-        for slot in (slot for bucket in self._engine.reducer.buckets for slot in bucket.slots):
-            # This step's gradients were computed before the engine could notice.
-            slot.fresh = True
+        self._engine.expose_gradients(bool(self._readers_of_gradients()))
         # Lightning's wrappers are older than the shards. New wrappers have the methods of sharded optimizers.
         self._lightning_optimizers = [wrapped(one, self) for one in self.optimizers]
 
@@ -367,12 +380,15 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Whether all ranks, or any rank, have decided so. Collective."""
         return not any_rank(not decision, self._ranks.control) if all else any_rank(decision, self._ranks.control)
 
+    def _readers_of_gradients(self) -> list[str]:
+        callbacks = self._training_module.trainer.callbacks
+        return observers_of_gradients(self._training_module, callbacks, trained(self.optimizers), self.precision_plugin)
+
     @override
     def on_train_start(self) -> None:
         """Warns of code that may read gradients, as each rank has those of its stages alone."""
         super().on_train_start()
-        module, trainer = self._training_module, self._training_module.trainer
-        readers = observers_of_gradients(module, trainer.callbacks, trained(self.optimizers), self.precision_plugin)
+        readers = self._readers_of_gradients()
         if readers and self.world_size > 1:
             self._fit_report.say(
                 f"{listed(readers)} may read gradients, and each rank has those of its stages. Clip by"
@@ -399,6 +415,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._engine is not None:
             scale, ranks = self._accumulation.scale, self.world_size / self._ranks.data_ranks
             if ends_window:
+                for slot in (slot for bucket in self._engine.reducer.buckets for slot in bucket.slots):
+                    # A gradient may come from another stage, or from before the engine could notice.
+                    slot.fresh = slot.parameter.grad is not None
                 # It is counted over all ranks, and those of a pipeline have the same samples.
                 self._engine.reduce_local_gradients(None if scale is None else lambda: scale() * ranks)
             return
@@ -414,7 +433,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         found, held = step_gradients(optimizers), self._held
         if held is None or self.world_size == 1:
             return found
-        slots = {} if self._engine is None else self._engine.slots
+        is_hidden = self._engine is not None and not self._engine.reducer.exposes_gradients
+        slots = self._engine.slots if self._engine is not None and is_hidden else {}
         grouped = dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])
         own = [slots[p].shard for p in grouped if held.counts(p) and p in slots]
         grid, rank = self._ranks.grid, self.global_rank
@@ -459,6 +479,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _close(self) -> None:
         if self._cut is not None:
             self._cut.close()
+        if self._held is not None and self._held.sharded is not None:
+            self._held.sharded.close()
         if self._engine is not None:
             self._engine.close(failed=True)
         self._steps = self._held = self._cut = self._engine = None

@@ -73,6 +73,32 @@ class Planned(Model):
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
+class Halves(Model):
+    """A hook changes gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for one in self.parameters():
+            if one.grad is not None:
+                one.grad.mul_(0.5)
+
+
+class TiedAtTimes(Model):
+    """The first stage uses the tied matrix in every other step."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded = super().embed(tokens)
+        return embedded if self.global_step % 2 == 0 else (embedded * 0).detach() + self.position[: tokens.shape[1]]
+
+
+class Hooked(Model):
+    """Hooks change what blocks return."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: output * 1.1)
+
+
 class Named(Block):
     """Returns a dictionary, as Hugging Face's blocks may, and counts its calls."""
 

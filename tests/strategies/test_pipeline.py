@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,11 +33,14 @@ from tests.strategies.pipelines import (
     WIDTH,
     Block,
     DropsOut,
+    Halves,
+    Hooked,
     Lengths,
     Measured,
     Model,
     Normed,
     Planned,
+    TiedAtTimes,
     Unfreezes,
     UnfreezesOnly,
     Weighted,
@@ -101,6 +104,9 @@ CASES = {
     ),
     "unfrozen, in place": Case(Unfreezes, trainer=CLIP),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
+    "hooked": Case(Hooked, trainer=CLIP, ranks=(2, 4)),
+    "gradients halved": Case(Halves, strategy=TWO, ranks=(4,)),
+    "tied at times": Case(TiedAtTimes, strategy=TWO, trainer=WINDOW, ranks=(4,)),
     "uneven": Case(strategy={"stages": [3, 1]}, trainer=CLIP),
     "by class": Case(strategy={"auto_wrap_policy": ["Block"], "microbatches": 2}),
     "pipelines": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer={**CLIP, **WINDOW}, strategy=TWO, ranks=(2, 4)),
@@ -257,14 +263,16 @@ def test_evaluates_as_one_process_does(pool: RankPool) -> None:
         assert [one["first"] for one in own_predicted] == [one["first"] for one in predicted]
 
 
-def flow(stages: bool) -> Any:
+def flow(strategy: dict[str, Any] | None) -> Any:
     """A program's calls, one after the other, with one Trainer and a checkpoint of the best weights."""
     torch.manual_seed(0)
     saving = ModelCheckpoint(monitor="val_loss", save_top_k=1)
     with tempfile.TemporaryDirectory() as folder:
         where: Any = {"enable_checkpointing": True, "default_root_dir": folder, "num_sanity_val_steps": 0}
-        trainer = make_trainer(pipeline() if stages else None, max_epochs=3, callbacks=[saving], **where)
-        module, data = Model(plain_sgd), zoo.loader(SAMPLES, BATCH)
+        made = None if strategy is None else pipeline(**strategy)
+        trainer = make_trainer(made, max_epochs=3, callbacks=[saving], **where)
+        module, data = Planned(plain_sgd), loader(trainer)
+        trainer.validate(module, data, verbose=False)
         trainer.fit(module, data, data)
         (tested,) = trainer.test(module, data, verbose=False)
         (validated,) = trainer.validate(module, data, verbose=False)
@@ -272,9 +280,12 @@ def flow(stages: bool) -> Any:
         return {**tested, **validated, "best": float(saving.best_model_score), "kept": kept}  # type: ignore[arg-type]
 
 
-def test_a_program_fits_tests_and_validates(pool: RankPool) -> None:
-    (expected,) = pool.run(1, flow, False)
-    for found in pool.run(2, flow, True):
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), slow_unless(lambda strategy, _: not strategy, [({}, 2), (TWO, 4), (SHARDED, 4), (SHARED, 4)])
+)
+def test_a_program_fits_tests_and_validates(pool: RankPool, strategy: dict[str, Any], ranks: int) -> None:
+    (expected,) = pool.run(1, flow, None)
+    for found in pool.run(ranks, flow, strategy):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -465,6 +476,14 @@ class Watched(Planned):
             one.register_hook(lambda gradient: gradient / 2)
 
 
+class Finetunes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
 class NoTensor(Model):
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
         return {"samples": batch, "table": torch.zeros(3, 2)}
@@ -491,6 +510,7 @@ REFUSED = {
     "reentrant": Refused(Reentrant, "use_reentrant=False"),
     "held parameters": Refused(Remembers, "through an object from before the training"),
     "averages": Refused(Model, "cannot save averages", trainer={"callbacks": [EMAWeightAveraging()]}),
+    "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
     "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
@@ -498,6 +518,7 @@ REFUSED = {
     "stages": Refused(Model, r"stages=\[1, 1, 2\] are 3 for 2 ranks", {"stages": [1, 1, 2]}),
     "sum of stages": Refused(Model, r"stages=\[1, 1\] are 2 blocks, and the module has 4", {"stages": [1, 1]}),
     "one stage a rank": Refused(Model, "needs a multiple of 2", {"schedule": "interleaved", "stages": [2, 2]}),
+    "forward hook": Refused(Hooked, "A forward hook is registered on 'blocks.0'", SHARED),
     "no plan": Refused(Model, "needs a plan of the layers that ranks share", SHARED),
     "whole between cut": Refused(ScaledBetween, "different gradients of blocks.0.inner", SHARED),
     "hook": Refused(Watched, "A hook is registered on", SHARED),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
@@ -63,9 +64,10 @@ class CutModule:
         self._outer_buffers = [buffer for buffer in module.buffers() if buffer not in within]
         self._run: _Run | None = None
         called = [*enumerate(self._blocks)]
-        # Hooks that gather parameters have come before, and see what a block returns.
-        self._hooks = [block.register_forward_hook(functools.partial(self._end, number)) for number, block in called]
+        self._hooks: list[RemovableHandle] = []
         if sharded is not None:
+            # FSDP2's hooks have come before, and see what a block returns.
+            self._hooks = [block.register_forward_hook(functools.partial(self._end, n)) for n, block in called]
             called += [(self._names.index(name), block) for name, block in sharded.originals.items()]
         self._had_forward = [(block, vars(block).get("forward")) for _, block in called]
         for number, block in called:
@@ -94,9 +96,6 @@ class CutModule:
         """
         ends = self._stages.bounds[-2]
         run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
-        # What modules keep, such as statistics, metrics or a table, is to be as before: some of it has no values here.
-        kept = [(vars(part), _copied(vars(part))) for part in self._module.modules()]
-        buffers = [(one, one.clone()) for one in self._module.buffers()]
         found: list[Any] = []
 
         def note(output: Any) -> Any:
@@ -111,11 +110,14 @@ class CutModule:
             return output
 
         with nullcontext() if self._sharded is None else self._sharded.originals_in_place():
+            # What modules keep, such as statistics, metrics or a table, is to be as before. Some has no values here.
+            kept = [(vars(part), _copied(vars(part))) for part in self._module.modules()]
+            buffers = [(one, one.clone()) for one in self._module.buffers()]
             if ends:
                 self._running(run, step, note)
-        for attributes, values in kept:
-            _restore(attributes, values)
-        _copy_back(buffers)
+            for attributes, values in kept:
+                _restore(attributes, values)
+            _copy_back(buffers)
         return found
 
     def run(
@@ -208,10 +210,13 @@ class CutModule:
                 " checkpointing needs `use_reentrant=False`. Freeze parameters of blocks that run in `torch.no_grad()`."
             )
         run.seed(2 * number + 1)
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        if self._sharded is None:
+            self._end(number, None, None, output)
+        return output
 
-    def _end(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
-        """Runs after a block, and what hooks do with its output."""
+    def _end(self, number: int, _: Any, __: Any, output: Any) -> None:
+        """Runs after a block."""
         run = self._run
         if run is None or self._note is not None or number < run.own.start:
             return

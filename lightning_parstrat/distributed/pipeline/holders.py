@@ -168,8 +168,7 @@ class HeldParts:
         self.sharded: ShardedBlocks | None = None
         """This rank's blocks, if the ranks of a stage divide them."""
         if shards:
-            own_blocks = {name: one for name, one in blocks.items() if name in own}
-            self.sharded = ShardedBlocks(module, own_blocks, grid, everyone, device)
+            self.sharded = ShardedBlocks(module, blocks, own, grid, everyone, device)
         self.blocks = blocks if self.sharded is None else {**blocks, **self.sharded.copies}
         """All blocks by their names, as they are in the module now."""
         self._blocks = list(self.blocks.values())

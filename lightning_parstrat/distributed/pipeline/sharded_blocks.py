@@ -5,7 +5,7 @@ themselves have no values meanwhile: they show shapes, and become whole again.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
 from lightning_parstrat.distributed.torch_compat import (
+    has_forward_hooks,
     has_hooks,
     reduce_accumulated,
     reduce_unused_too,
@@ -40,7 +41,8 @@ class ShardedBlocks:
 
     Args:
         module: The module. Copies of blocks take the blocks' places in it.
-        blocks: This rank's blocks by their names, with values.
+        blocks: All blocks by their names.
+        own: The names of this rank's blocks, which have values.
         grid: Where ranks lie.
         group: All ranks.
         device: The device on which the module trains.
@@ -53,26 +55,29 @@ class ShardedBlocks:
         self,
         module: nn.Module,
         blocks: Mapping[str, nn.Module],
+        own: Collection[str],
         grid: Grid,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._module = module
-        _refuse_shared(module, blocks)
+        _refuse(module, blocks)
         mesh = _mesh_of(grid, group, device)
-        self.originals = dict(blocks)
+        self.originals = {name: block for name, block in blocks.items() if name in own}
         """The blocks by their names. They have no values."""
         self.copies: dict[str, nn.Module] = {}
         """What takes their places."""
-        for name, block in blocks.items():
-            self.copies[name] = made = copy.deepcopy(block)
+        for name, block in self.originals.items():
+            # What lies outside is not copied, even if a block refers to it.
+            outside: dict[int, Any] = {id(one): one for one in set(module.modules()) - set(block.modules())}
+            self.copies[name] = made = copy.deepcopy(block, outside)
             for parameter, own_copy in zip(block.parameters(), made.parameters(), strict=True):
                 take_over_attributes(parameter, own_copy)
             for part in block.modules():
-                for own, parameter in list(part.named_parameters(recurse=False)):
+                for own_name, parameter in list(part.named_parameters(recurse=False)):
                     shown = without_memory(parameter, device)
                     take_over_attributes(parameter, shown)
-                    setattr(part, own, shown)
+                    setattr(part, own_name, shown)
                     refuse_uses(parameter)
             module.set_submodule(name, self.copies[name])
         planned = _planned(module, self.copies, grid.tensor) if grid.tensor > 1 else []
@@ -95,8 +100,8 @@ class ShardedBlocks:
         """Whether parameters are shards between steps."""
         return bool(self._sharded)
 
-    def gather(self) -> None:
-        """Gathers the blocks' parameters. Collective among ranks with other data: the bytes of the blocks.
+    def check(self) -> None:
+        """Raises an error for hooks that would not run. Not collective.
 
         Raises:
             ValueError: A parameter has a hook.
@@ -107,6 +112,9 @@ class ShardedBlocks:
                     f"A hook is registered on {name!r} of a block, and the ranks of a stage have parts of its gradient."
                     " Remove the hook, or set shard='state' and tensor_parallel_size=1."
                 )
+
+    def gather(self) -> None:
+        """Gathers the blocks' parameters. Collective among ranks with other data: the bytes of the blocks."""
         for block in self._sharded:
             block.set_is_last_backward(False)
             block.set_reshard_after_backward(False)
@@ -158,12 +166,17 @@ class ShardedBlocks:
         for hook in self._layers.hooks if self._layers is not None else ():
             hook.remove()
         self._put_originals()
+        for name, block in self.originals.items():
+            for buffer, own in zip(block.buffers(), self.copies[name].buffers(), strict=True):
+                buffer.data.copy_(own)
 
     def _put_originals(self) -> None:
         for name, block in self.originals.items():
             for part, made in zip(block.modules(), self.copies[name].modules(), strict=True):
-                # What a program has set since: whether a block trains, and its own counts.
-                vars(part).update({key: one for key, one in vars(made).items() if isinstance(one, _SIMPLE)})
+                # What a program has set since: whether a block trains, and its own counts. Not what torch has added.
+                for name_of, one in vars(made).items():
+                    if isinstance(one, _SIMPLE) and (name_of in vars(part) or not name_of.startswith("_")):
+                        vars(part)[name_of] = one
             for parameter, own_copy in zip(block.parameters(), self.copies[name].parameters(), strict=True):
                 parameter.requires_grad_(own_copy.requires_grad)
             self._module.set_submodule(name, block)
@@ -192,11 +205,18 @@ def _mesh_of(grid: Grid, group: dist.ProcessGroup, device: torch.device) -> Devi
     return DeviceMesh.from_group(groups, device.type, mesh=rows, mesh_dim_names=("data", "tensor"))
 
 
-def _refuse_shared(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raises an error for blocks that cannot be divided, the same on all ranks."""
+    for name, block in blocks.items():
+        if any(map(has_forward_hooks, block.modules())):
+            raise ValueError(
+                f"A forward hook is registered on {name!r} or a module in it, and the ranks of a stage divide copies of"
+                " blocks. Register it in `on_fit_start`, or set shard='state' and tensor_parallel_size=1."
+            )
     owners: dict[Tensor, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        block = next((one for one in blocks if name.startswith(f"{one}.")), "")
-        owners.setdefault(parameter, set()).add(block)
+        owner = next((one for one in blocks if name.startswith(f"{one}.")), "")
+        owners.setdefault(parameter, set()).add(owner)
         if len(owners[parameter]) > 1:
             raise ValueError(
                 f"{name!r} is a parameter of several blocks, or of a block and of what is in no block. Such blocks"

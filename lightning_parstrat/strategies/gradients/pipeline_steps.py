@@ -102,7 +102,7 @@ class PipelineSteps:
             returns weights, the loss and the sum of the weights.
 
         Raises:
-            PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
+            PipelineError: The step cannot be cut, or has failed. Raised on all ranks of the pipeline.
         """
         micro_batches, sizes = cut_batch(batch, self._micro_batches)
         sharded = self._parts.sharded
@@ -136,7 +136,10 @@ class PipelineSteps:
         with _random_numbers(self._strategy.root_device) as seed:
             self._pipeline.train(step, loss, shapes, seed)
         if sharded is not None:
-            sharded.reduce(self._replicas, self._of_stage)
+            try:
+                sharded.reduce(self._replicas, self._of_stage)
+            except ValueError as error:
+                self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
             self._pipeline.fault = self._left.fault()
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
@@ -232,6 +235,8 @@ class PipelineSteps:
                 looked = True
                 state = rng_state()
                 try:
+                    if self._parts.sharded is not None:
+                        self._parts.sharded.check()
                     self._shapes[key] = self._pipeline.shapes(functools.partial(step, number, False))
                 except Exception as error:
                     fault = error
