@@ -85,7 +85,7 @@ def is_there(dotted: str) -> bool:
     owner, _, name = dotted.rpartition(".")
     with suppress(AttributeError, ImportError):
         found = pkgutil.resolve_name(owner)
-        return hasattr(found, name) or name in assigned_in(found)
+        return hasattr(found, name) or name in assigned_in(found) or name in getattr(found, "__annotations__", ())
     with suppress(ImportError):
         return importlib.import_module(dotted) is not None
     return False
