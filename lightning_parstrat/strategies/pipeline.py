@@ -56,8 +56,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains a module whose blocks are divided into stages, on different ranks, by torch's pipeline schedules.
 
     Results are those of one process that accumulates the same micro-batches. Each rank holds parameters, gradients and
-    optimizer state of its stages alone. Ranks send the activations between two blocks, and their gradients. All ranks
-    have the same batch. ``training_step`` runs on each of its micro-batches, on every rank up to the rank's own blocks.
+    optimizer state of its stages alone. Ranks send the activations between two blocks, and their gradients. The ranks
+    of a pipeline have the same batch. ``training_step`` runs on each of its micro-batches, on every rank up to the
+    rank's own blocks. Several pipelines, and tensor parallelism within stages, make a grid of ranks.
     After the training, rank 0 has the whole module on the host.
 
     Args:
@@ -304,7 +305,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch to the device. All ranks get the first one's batch."""
+        """Moves a batch to the device. All ranks of a pipeline get the first one's batch."""
         return super().batch_to_device(self._same_data.share(batch), device, dataloader_idx)
 
     @override
