@@ -27,6 +27,7 @@ StageSharding = Literal["state", "parameters"]
 WrapPolicy = Sequence[str | type[nn.Module]] | set[type[nn.Module]] | None
 CheckpointFormat = Literal["full", "sharded"]
 RankShares = Literal["equal", "auto"] | Sequence[float]
+OuterDtype = Literal["bf16", "int8"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,12 @@ class ShardingPolicy:
     comm_dtype: CommDtype = None
     gather_dtype: CommDtype = None
     activation_checkpointing_policy: WrapPolicy = None
+    late_gradients: int = 0
 
     def __post_init__(self) -> None:
+        check(self, "late_gradients", is_whole(self.late_gradients, 0) and self.late_gradients < 2, "0 or 1")
+        if self.late_gradients and self.shard_gradients:
+            raise ValueError("late_gradients=1 needs shard_gradients=False: set zero1_custom, not zero2_custom.")
         cap, bound = self.bucket_cap_mb, self.max_inflight_buckets
         number = is_number(cap) and float(cap) > 0
         check(self, "bucket_cap_mb", number or cap == "auto", "a positive number of MiB, such as 8, or 'auto'")
@@ -117,6 +122,47 @@ class ShardingPolicy:
     def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` are sent."""
         return _narrowed(dtype, self.gather_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterPolicy:
+    """How groups that train alone meet. The strategy ``ZeRO1Strategy`` documents these arguments, which it takes.
+
+    Raises:
+        ValueError: A value is not allowed, or has no effect. The message contains what to set.
+    """
+
+    outer_every: int | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    outer_dtype: OuterDtype = None
+    shard_group: ShardGroupChoice = "all"
+
+    def __post_init__(self) -> None:
+        every, lr, momentum = self.outer_every, self.outer_lr, self.outer_momentum
+        check(self, "outer_every", every is None or is_whole(every, 1), "a whole number of steps >= 1, or None")
+        check(self, "outer_lr", is_number(lr) and lr > 0, "a positive number, such as 0.7")
+        check(self, "outer_momentum", is_number(momentum) and 0 <= momentum < 1, "a number in [0, 1), such as 0.9")
+        check_choices(self, outer_dtype=Literal["bf16", "int8", None])
+        if every is not None and self.shard_group == "all":
+            raise ValueError(
+                f"outer_every={every} needs groups that train alone, and shard_group='all' is one group. Set"
+                " shard_group='node', or a number of ranks."
+            )
+        if every is None and (lr, momentum, self.outer_dtype) != (0.7, 0.9, None):
+            raise ValueError(
+                "outer_lr, outer_momentum and outer_dtype have no effect without outer_every. Set outer_every=50."
+            )
+
+    def due(self, step: int, buckets: int) -> list[int]:
+        """The buckets that groups average after a step. They take turns, so that no step sends the whole model.
+
+        Args:
+            step: The number of steps so far.
+            buckets: The number of buckets.
+        """
+        every = self.outer_every or 1
+        return [one for one in range(buckets) if (step + one * every // buckets) % every == 0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ class ComposedStrategy(DDPStrategy):
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
-            self, self._ranks, policy, self._make_training_state(), self._resume, self._entries
+            self, self._ranks, policy, self._make_training_state(), self._resume, self._before_save, self._entries
         )
         self._accumulation = Accumulation(self, self._ranks, policy, hooks)
         self._parts: list[Part] = [
@@ -146,7 +146,7 @@ class ComposedStrategy(DDPStrategy):
             self._resume,
             self._checkpoints,
             self._accumulation,
-            Preemption(self, self._ranks, self._resume, self.wait_for_saves),
+            Preemption(self, self._ranks, self._resume, self.wait_for_saves, self._end_step),
             self._fit_report,
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
@@ -189,6 +189,20 @@ class ComposedStrategy(DDPStrategy):
     def _before_step(self) -> None:
         """Runs between the closure and the optimizer's step."""
 
+    def _end_step(self, signals: int) -> int:
+        """Runs at the end of a step. Collective.
+
+        Args:
+            signals: Signals to save or to end that came to ranks which train together.
+
+        Returns:
+            Those that all ranks answer now, the same on all.
+        """
+        return signals
+
+    def _before_save(self) -> None:
+        """Runs before the state of a checkpoint is read, if all ranks can be reached. Collective."""
+
     def _traffic(self) -> Traffic | None:
         """What this rank has sent so far, and how long it has waited. None if the host cannot see it."""
         return None
@@ -197,8 +211,12 @@ class ComposedStrategy(DDPStrategy):
         """The submodule that is being called, if it is known. Any thread may ask."""
         return ""
 
-    def _entries(self) -> dict[str, Any]:
-        """The strategy's entries in a checkpoint, the same on all ranks."""
+    def _entries(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The strategy's entries in a checkpoint. Rank 0's are saved. Collective.
+
+        Args:
+            checkpoint: Lightning's entries.
+        """
         return {} if self._shares is None else self._shares.entry
 
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:

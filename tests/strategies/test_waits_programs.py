@@ -14,7 +14,7 @@ from tests.scripts import clean_environment
 pytestmark = pytest.mark.slow
 
 TRAINING = """
-import datetime, os, signal, subprocess, sys, threading, time
+import datetime, functools, os, signal, subprocess, sys, threading, time
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -47,7 +47,8 @@ class Model(BoringModel):
         globals()["kept"] = TornDown()
         raise ValueError("this rank alone")
 
-cls = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy}["STRATEGY"]
+groups = functools.partial(ZeRO1Strategy, shard_group=1, outer_every=4)
+cls = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy, "groups": groups}["STRATEGY"]
 strategy = cls(stall_warning_seconds=1.5, timeout=datetime.timedelta(seconds=30), process_group_backend="gloo")
 trainer = Trainer(
     accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, max_steps=5, logger=False,
@@ -77,6 +78,10 @@ def run_nodes(folder: Path, strategy: str, does: str) -> tuple[list[str], list[i
             rank.kill()
 
 
+LOST_GROUP = (
+    "(?s)rank 0 has waited .* in the meeting of groups after step 4 .* for rank 1, .* To go on without a group, start"
+    " the ranks of the others from the last checkpoint.*Rank 1 did not answer: ended"
+)
 PROGRAMS: list[Any] = [
     (
         "ddp_tuned",
@@ -86,11 +91,12 @@ PROGRAMS: list[Any] = [
     ),
     # A thread that comes back from the store while the interpreter is torn down does not abort the process.
     ("zero1_custom", "self.fails() if rank else self.is_killed(4)", "this rank alone", [-9, 1]),
+    ("groups", "rank and self.is_killed(4)", LOST_GROUP, [1, -9]),
 ]
 """Strategy, what ranks do in the third batch, what is said, and how ranks end: None for any error."""
 
 
-@pytest.mark.parametrize(("strategy", "does", "said", "codes"), PROGRAMS, ids=["raises", "is killed"])
+@pytest.mark.parametrize(("strategy", "does", "said", "codes"), PROGRAMS, ids=["raises", "is killed", "lost group"])
 def test_a_program_says_for_whom_it_waits(
     tmp_path: Path, strategy: str, does: str, said: str, codes: list[int | None]
 ) -> None:

@@ -67,7 +67,8 @@ class Checkpoints(Part):
         policy: The format, and how to save.
         state: The state of the module and the optimizers.
         resume: The place of the training.
-        entries: Returns the strategy's own entries in a checkpoint.
+        before_save: Called before the state is read, if all ranks can be reached.
+        entries: Returns the strategy's own entries in a checkpoint, given Lightning's.
     """
 
     _of_one_training = frozenset({"_loaded", "_wait"})
@@ -79,11 +80,12 @@ class Checkpoints(Part):
         policy: CommonPolicy,
         state: TrainingState,
         resume: Resume,
-        entries: Callable[[], dict[str, Any]],
+        before_save: Callable[[], None],
+        entries: Callable[[Mapping[str, Any]], dict[str, Any]],
     ) -> None:
         super().__init__(strategy)
         self._ranks, self._policy, self._state, self._resume = ranks, policy, state, resume
-        self._entries = entries
+        self._before_save, self._entries = before_save, entries
         self.loaded_entries: Mapping[str, Any] = {}
         """This package's entries in the checkpoint that was loaded."""
         self._loaded: ShardedCheckpoint | None = None
@@ -111,6 +113,8 @@ class Checkpoints(Part):
         self._absent = self._ranks.out_of_reach()
         if self._absent and not self._can_save_alone:
             return {}
+        if not self._absent:
+            self._before_save()
         if self._state.is_whole:
             return by_lightning()
         with watching(_SAVE, _SAVE_ON_ALL):
@@ -198,7 +202,8 @@ class Checkpoints(Part):
 
     def _with_own_entries(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
         # By the number of the save, ranks that load compare whether they read the same checkpoint.
-        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, "slurm_job": job_number(), **self._entries()}
+        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, "slurm_job": job_number()}
+        own.update(self._entries(checkpoint))
         return self._resume.with_place({**checkpoint, CHECKPOINT_KEY: own}, control)
 
     @property

@@ -87,13 +87,23 @@ class Preemption(Part):
         ranks: The strategy's ranks. Their messages carry the signals.
         resume: The place of the training.
         wait_for_saves: Returns when all saves are on the disk.
+        end_step: Called at the end of a step, with the signals of the ranks that train together. Returns those to
+            answer now.
     """
 
     _of_one_training = frozenset({"_callback", "_replaced"})
 
-    def __init__(self, strategy: DDPStrategy, ranks: Ranks, resume: Resume, wait_for_saves: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        ranks: Ranks,
+        resume: Resume,
+        wait_for_saves: Callable[[], None],
+        end_step: Callable[[int], int],
+    ) -> None:
         super().__init__(strategy)
         self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
+        self._end_step = end_step
         self._callback: SavesWhenPreempted | None = None
         self._replaced: dict[int, Any] = {}
         # Then a Slurm job is saved and requeued. SIGTERM means to save and end, because Slurm itself may requeue it.
@@ -171,7 +181,7 @@ class Preemption(Part):
             # No backward has sent gradients, and with them a message.
             messages.launch()
         self._answered = messages.launched
-        self._asked_to = messages.latest().signal
+        self._asked_to = self._end_step(messages.latest().signal)
         # The loaders will have fetched the next batch when the checkpoint is saved.
         self._resume.keeps_next_fetch = bool(self._asked_to)
 

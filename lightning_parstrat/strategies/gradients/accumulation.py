@@ -115,7 +115,7 @@ class Accumulation(Part):
         strategy = self._strategy
         self._clipper = GradientClipper(
             self._policy,
-            self._ranks.control,
+            self._ranks.messages.control,
             lambda: strategy.optimizers,
             lambda: self._is_weightless,
             self._listeners,
@@ -222,10 +222,10 @@ class Accumulation(Part):
         scale = gradient_scale(
             accumulate=accumulate,
             micro_batches=micro_batches,
-            total=micro_batches * self._ranks.world_size if weights is None else weights.total(),
+            total=micro_batches * self._ranks.ranks_of_step if weights is None else weights.total(),
             partial_window=self._policy.partial_window,
         )
-        if weights is None and scale != 1.0 / self._ranks.world_size:
+        if weights is None and scale != 1.0 / self._ranks.ranks_of_step:
             self._hooks.say(
                 f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"
                 f" its gradients are the mean over those it has. Stock Lightning divides by {accumulate}, as"
@@ -238,8 +238,8 @@ class Accumulation(Part):
     def factor_of_mean(self) -> float:
         """The factor from the mean over ranks to the window's mean. Collective if losses have weights."""
         # Exactly 1 if no factor is needed. A product could round to another number.
-        is_mean = self.scale is None or self.scale() == 1.0 / self._ranks.world_size
-        return 1.0 if self.scale is None or is_mean else self.scale() * self._ranks.world_size
+        is_mean = self.scale is None or self.scale() == 1.0 / self._ranks.ranks_of_step
+        return 1.0 if self.scale is None or is_mean else self.scale() * self._ranks.ranks_of_step
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:

@@ -3,7 +3,7 @@
 import atexit
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +83,8 @@ class Ranks(Part):
         """How many consecutive ranks share tensor-parallel layers, and so have the same data."""
         self.pipeline_size: Callable[[int], int] = _one
         """Returns how many ranks a pipeline has, for a number of all ranks. These have the same data."""
+        self.group: Sequence[int] = ()
+        """The ranks that train each step with this one, if groups of ranks train alone."""
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
@@ -103,6 +105,11 @@ class Ranks(Part):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._strategy.world_size
+
+    @property
+    def ranks_of_step(self) -> int:
+        """The number of ranks that train each step together."""
+        return len(self.group) or self.world_size
 
     @property
     def data_rank(self) -> int:
@@ -132,8 +139,11 @@ class Ranks(Part):
 
     @property
     def data_groups(self) -> ProcessGroups:
-        """The process groups of the ranks with other data that do what this one does. Collective on first use."""
-        ranks = self.grid.with_other_data(self.rank)
+        """The process groups of the ranks that do what this one does, on other data, in the same steps.
+
+        Collective on first use.
+        """
+        ranks = self.group or self.grid.with_other_data(self.rank)
         return ProcessGroups(*(subgroup(group, ranks) for group in self.groups))
 
     @property
@@ -148,9 +158,10 @@ class Ranks(Part):
 
     @property
     def messages(self) -> ControlMessages:
-        """The control messages of this training. Collective on first use."""
+        """The control messages of the ranks that train together. Collective on first use."""
         if self._known_messages is None:
-            self._known_messages = ControlMessages(self.control)
+            control = subgroup(control_group(self._timeout), self.group or range(self.world_size))
+            self._known_messages = ControlMessages(make_collectives(control, torch.device("cpu")))
         return self._known_messages
 
     @property

@@ -1,0 +1,290 @@
+"""Groups of ranks that train alone, and meet every so many steps: when they meet, and what a checkpoint has of it."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parstrat.core.digests import digest
+from lightning_parstrat.core.policy import OuterPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.agreement import check_agreement, gather_object, topology_of_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Traffic
+from lightning_parstrat.distributed.comm.liveness import is_of_a_collective, names_of
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
+from lightning_parstrat.distributed.comm.process_groups import subgroup, watching
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.outer_steps import OuterSteps
+from lightning_parstrat.strategies.launch.ranks import Ranks
+from lightning_parstrat.strategies.parts import Part
+
+OUTER = "outer"
+"""The key of the outer optimizer among this package's entries in a checkpoint."""
+
+_FARTHEST = 10
+"""If a group moves so many times as far as the median of all, a line names it."""
+
+_SIGNAL_BITS = 8
+
+log = logging.getLogger(__name__)
+
+
+class Meetings(Part):
+    """Lets groups of ranks train alone, and meet. Between meetings, nothing is sent between groups.
+
+    All groups also meet before a validation, a save and the end. So every rank evaluates and saves the same parameters.
+
+    Args:
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
+        policy: Which ranks are a group, and how groups meet.
+        loaded_entries: Returns this package's entries in the checkpoint that was loaded.
+        say: Logs a line once. The flag makes it a warning.
+    """
+
+    _of_one_training = frozenset({"_engine", "_outer"})
+
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        ranks: Ranks,
+        policy: OuterPolicy,
+        loaded_entries: Callable[[], Mapping[str, Any]],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        super().__init__(strategy)
+        self._ranks, self._policy, self._loaded_entries, self._say = ranks, policy, loaded_entries, say
+        self._groups = ShardGroups.of_all(1)
+        self._engine: ShardedDataParallel | None = None
+        self._outer: OuterSteps | None = None
+        # The number of steps, that at the begin, and after which step groups have last met with a bucket, by position.
+        self._step = self._first = 0
+        self._met: dict[int, int] = {}
+
+    @override
+    def setup_optimizers(self) -> None:
+        """Finds this rank's group. Collective.
+
+        Raises:
+            ValueError: The ranks cannot be divided into such groups.
+        """
+        topology = topology_of_ranks(self._strategy.node_rank, self._ranks.control)
+        self._groups = ShardGroups.chosen(self._policy.shard_group, topology)
+        self._ranks.group = self._groups.mates(self._ranks.rank)
+
+    def begin(self, engine: ShardedDataParallel) -> None:
+        """Begins a training. Collective.
+
+        Raises:
+            ValueError: Groups cannot meet with such optimizers or parameters.
+        """
+        check_all_sharded(engine, "outer_every")
+        check_agreement(self._ranks.control, digest(engine.plan))
+        group, device = self._ranks.groups.gradients, self._strategy.root_device
+        holders = make_collectives(subgroup(group, self._groups.holders(self._ranks.rank)), device)
+        holders.connect(device)
+        self._engine, self._outer = engine, OuterSteps(self._policy, holders, engine.gatherer)
+        saved = self._loaded_entries().get(OUTER, {})
+        self._outer.load(saved.get("momenta", {}))
+        self._first = self._step = saved.get("step", 0)
+        self._met.clear()
+        number, every, policy = self._groups.copies, self._policy.outer_every, self._policy
+        self._say(
+            f"{counted(number, 'group')} of {counted(self._groups.size, 'rank')} train alone, and meet every"
+            f" {counted(every or 1, 'step')} (outer_lr={policy.outer_lr}, outer_momentum={policy.outer_momentum}):"
+            " results differ from those of `ddp`.",
+            False,
+        )
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns the loader.
+
+        Raises:
+            MisconfigurationException: A training loader does not know its length, so that groups could take different
+                numbers of steps.
+        """
+        if self._trainer.training and sized_len(dataloader) is None:
+            raise MisconfigurationException(
+                "outer_every needs training loaders that know their lengths: groups must take equally many steps. Give"
+                " the dataset a `__len__`, or leave out outer_every."
+            )
+        return dataloader
+
+    @property
+    def traffic(self) -> Traffic:
+        """The traffic between groups."""
+        return Traffic() if self._outer is None else self._outer.holders.traffic
+
+    def adopt_parameters(self) -> None:
+        """Copies the parameters that are about to be trained for the first time. Call it before each backward."""
+        engine, outer = self._engine, self._outer
+        if engine is None or outer is None or len(engine.buckets) == len(outer.buckets):
+            return
+        check_all_sharded(engine, "outer_every")
+        outer.adopt(engine.buckets, {parameter: name for name, parameter in self._module.named_parameters()})
+
+    def end_step(self, signals: int) -> int:
+        """Lets groups meet if it is time. Collective, within the group or over all ranks.
+
+        Args:
+            signals: Signals that came to ranks of this group.
+
+        Returns:
+            Signals that came to any rank, if groups have agreed on them in this step. Otherwise none.
+        """
+        self._step += 1
+        every = self._policy.outer_every or 1
+        self._meet(self._policy.due(self._step, self._number_of_buckets))
+        if self._step % every == 0:
+            return self._agree(signals)
+        if signals:
+            left = counted(every - self._step % every, "more step")
+            self._say(f"a signal to end came. The training is saved when groups meet, after {left}.", False)
+        return 0
+
+    def meet(self) -> None:
+        """Lets groups meet now, with all that they have stepped since. Collective, if there is anything."""
+        apart = [one for one in range(self._number_of_buckets) if self._met.get(one, self._first) < self._step]
+        if apart:
+            self._meet(apart)
+            self._agree(0)
+
+    @property
+    def _number_of_buckets(self) -> int:
+        return 0 if self._outer is None else len(self._outer.buckets)
+
+    def _meet(self, which: Sequence[int]) -> None:
+        if self._outer is not None and which:
+            buckets = self._outer.buckets
+            with self._meeting():
+                self._outer.meet([buckets[one] for one in which])
+            self._met |= dict.fromkeys(which, self._step)
+
+    @override
+    def teardown(self) -> None:
+        """Ends the training. What a checkpoint has of it can still be saved."""
+        self._engine, self._ranks.group = None, ()
+
+    def entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry in a checkpoint: the momentum, and the other groups' optimizers. Collective; rank 0 gets it.
+
+        Args:
+            checkpoint: Lightning's entries, with the optimizers of this rank's group on the group's first rank.
+        """
+        if self._outer is None:
+            return {}
+        rank = self._ranks.rank
+        holders = subgroup(self._ranks.groups.control, self._groups.holders(rank))
+        place, others = self._groups.place(rank), []
+        momenta = self._outer.momenta(keeps=rank == 0) if place.copy == 0 else {}
+        if place.shard == 0:
+            others = gather_object(checkpoint.get("optimizer_states", []), holders)[1:]
+        return {OUTER: {"step": self._step, "momenta": momenta, "optimizer_states": others}}
+
+    def with_own_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A loaded checkpoint with the optimizers of this group. With another number of groups, those of the first."""
+        others: Sequence[Any] = self._loaded_entries().get(OUTER, {}).get("optimizer_states", [])
+        number = self._groups.place(self._ranks.rank).copy
+        if number == 0 or len(others) + 1 != self._groups.copies:
+            return checkpoint
+        return {**checkpoint, "optimizer_states": others[number - 1]}
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        advice = "To go on without a group, start the ranks of the others from the last checkpoint."
+        try:
+            with watching(f"the meeting of groups after step {self._step}", advice):
+                yield
+        except RuntimeError as error:
+            if is_of_a_collective(error):
+                log.error(f"{self._ranks.flag}: groups could not meet after step {self._step}. {advice}")
+            raise
+
+    def _agree(self, signals: int) -> int:
+        """Logs how far each group has moved, and collects signals. All ranks get rank 0's buffers. Collective.
+
+        Raises:
+            RuntimeError: Parameters of a group are not finite.
+        """
+        if self._outer is None:
+            return 0
+        number = self._groups.copies
+        message = torch.zeros(number + _SIGNAL_BITS, dtype=torch.float64)
+        message[self._groups.place(self._ranks.rank).copy] = self._outer.moved
+        message[number:] = torch.tensor([float(signals >> bit & 1) for bit in range(_SIGNAL_BITS)])
+        with self._meeting():
+            self._ranks.control.all_reduce(message).wait()
+            broadcast_buffers(self._module, self._ranks.groups.gradients)
+        self._outer.moved.zero_()
+        self._log_norms(message[:number].sqrt())
+        return sum(1 << bit for bit in range(_SIGNAL_BITS) if message[number + bit])
+
+    def _log_norms(self, norms: Tensor) -> None:
+        found = {f"outer_norm/group_{group}": norm for group, norm in enumerate(norms.tolist())}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(found, step=self._trainer.global_step)
+        lost = [group for group in range(len(norms)) if not norms[group].isfinite()]
+        if lost:
+            raise RuntimeError(
+                f"{self._ranks.flag}: group {lost[0]} ({self._ranks_of(lost[0])}) has parameters that are not finite"
+                f" after step {self._step}. Set a smaller learning rate, or nonfinite_grads='skip', and resume from the"
+                " last checkpoint."
+            )
+        for group in torch.nonzero(norms > _FARTHEST * norms.median()).flatten().tolist():
+            self._say(
+                f"group {group} ({self._ranks_of(group)}) moves more than {_FARTHEST} times as far as others between"
+                f" two meetings (outer_norm/group_{group}). It may diverge.",
+                True,
+            )
+
+    def _ranks_of(self, group: int) -> str:
+        return names_of(list(self._groups.groups[group]))
+
+
+def check_meets(arguments: Mapping[str, Any]) -> None:
+    """Checks that groups which train alone can take a strategy's other arguments.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    refused = {
+        "state_dict_type": ("full", "each group has an optimizer state, and rank 0 writes all of them"),
+        "rank_shares": ("equal", "groups take their steps at different times"),
+        "keep_global_batch": (False, "groups take their steps at different times"),
+        "late_gradients": (0, "the gradients of a step are needed before groups meet"),
+    }
+    for name, (allowed, reason) in refused.items():
+        if arguments.get(name, allowed) != allowed:
+            raise ValueError(f"outer_every needs {name}={allowed!r}, and it is {arguments[name]!r}: {reason}.")
+
+
+def check_all_sharded(engine: ShardedDataParallel, argument: str) -> None:
+    """Checks that each parameter of an optimizer is in a bucket, and real.
+
+    Args:
+        engine: The engine.
+        argument: The strategy's argument that needs it.
+
+    Raises:
+        ValueError: One is not.
+    """
+    slots = engine.slots
+    for optimizer in engine.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in slots or parameter.is_complex():
+                    raise ValueError(
+                        f"{argument} needs optimizers whose state is sharded, and real parameters: a parameter of"
+                        f" shape {tuple(parameter.shape)} ({parameter.dtype}) of {type(optimizer).__name__} is not."
+                        f" Leave out {argument}, or take an optimizer such as torch.optim.AdamW."
+                    )
