@@ -1,6 +1,7 @@
 """What zero1_custom is measured beside: the same module and optimizer under other strategies."""
 
-from typing import Any
+import ast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -102,7 +103,7 @@ def make_module(name: str, decoder: nn.Module) -> GPT:
 
 
 def make_strategy(name: str, ranks: int) -> Strategy | str:
-    """What to hand to the Trainer; a name that is not among ``PEERS`` is one that Lightning knows."""
+    """What to hand to the Trainer; ``zero1_custom(comm_dtype="bf16")`` has arguments. Lightning knows other names."""
     if name == "ddp+zero_redundancy":
         return "ddp"
     if name in ("fsdp2", FSDP2_BY_HAND):
@@ -111,6 +112,7 @@ def make_strategy(name: str, ranks: int) -> Strategy | str:
         return SingleDeviceStrategy(device=torch.device("cpu"))
     if name in FORMATS and name != "ddp":
         return ZeRO1Strategy(**FORMATS[name])
-    if name == WITHIN_STEP:
-        return ZeRO1Strategy(overlap_param_gather=False)
+    if name.startswith("zero1_custom("):
+        given = cast(ast.Call, ast.parse(name, mode="eval").body).keywords
+        return ZeRO1Strategy(**{str(one.arg): ast.literal_eval(one.value) for one in given})
     return name

@@ -201,7 +201,7 @@ class Meetings(Part):
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
-        advice = "To go on without a group, start the ranks of the others from the last checkpoint."
+        advice = "To continue without a group, start the ranks of the others from the last checkpoint."
         try:
             with watching(f"the meeting of groups after step {self._step}", advice):
                 yield

@@ -79,8 +79,8 @@ def run_nodes(folder: Path, strategy: str, does: str) -> tuple[list[str], list[i
 
 
 LOST_GROUP = (
-    "(?s)rank 0 has waited .* in the meeting of groups after step 4 .* for rank 1, .* To go on without a group, start"
-    " the ranks of the others from the last checkpoint.*Rank 1 did not answer: ended"
+    "(?s)rank 0 has waited .* in the meeting of groups after step 4 .* for rank 1, .* To continue without a group,"
+    " start the ranks of the others from the last checkpoint.*Rank 1 did not answer: ended"
 )
 PROGRAMS: list[Any] = [
     (
