@@ -89,10 +89,11 @@ class Meetings(Part):
         """
         check_all_sharded(engine, "outer_every")
         check_agreement(self._ranks.control, digest(engine.plan))
-        group, device = self._ranks.groups.gradients, self._strategy.root_device
-        holders = make_collectives(subgroup(group, self._groups.holders(self._ranks.rank)), device)
-        holders.connect(device)
-        self._engine, self._outer = engine, OuterSteps(self._policy, holders, engine.gatherer)
+        groups, device, holders = self._ranks.groups, self._strategy.root_device, self._groups.holders(self._ranks.rank)
+        sums, gathers = (make_collectives(subgroup(one, holders), device) for one in groups[:2])
+        sums.connect(device)
+        gathers.connect(device, reduces=False)
+        self._engine, self._outer = engine, OuterSteps(self._policy, sums, gathers, engine.gatherer)
         saved = self._loaded_entries().get(OUTER, {})
         self._outer.load(saved.get("momenta", {}))
         self._first = self._step = saved.get("step", 0)
@@ -123,7 +124,7 @@ class Meetings(Part):
     @property
     def traffic(self) -> Traffic:
         """The traffic between groups."""
-        return Traffic() if self._outer is None else self._outer.holders.traffic
+        return Traffic() if self._outer is None else self._outer.sums.traffic + self._outer.gathers.traffic
 
     def adopt_parameters(self) -> None:
         """Copies the parameters that are about to be trained for the first time. Call it before each backward."""
@@ -144,7 +145,10 @@ class Meetings(Part):
         """
         self._step += 1
         every = self._policy.outer_every or 1
-        self._meet(self._policy.due(self._step, self._number_of_buckets))
+        self._finish()
+        self._launch(self._policy.due(self._step, self._number_of_buckets))
+        if every == 1:
+            self._finish()
         if self._step % every == 0:
             return self._agree(signals)
         if signals:
@@ -154,21 +158,28 @@ class Meetings(Part):
 
     def meet(self) -> None:
         """Lets groups meet now, with all that they have stepped since. Collective, if there is anything."""
+        self._finish()
         apart = [one for one in range(self._number_of_buckets) if self._met.get(one, self._first) < self._step]
         if apart:
-            self._meet(apart)
+            self._launch(apart)
+            self._finish()
             self._agree(0)
 
     @property
     def _number_of_buckets(self) -> int:
         return 0 if self._outer is None else len(self._outer.buckets)
 
-    def _meet(self, which: Sequence[int]) -> None:
+    def _launch(self, which: Sequence[int]) -> None:
         if self._outer is not None and which:
             buckets = self._outer.buckets
             with self._meeting():
-                self._outer.meet([buckets[one] for one in which])
+                self._outer.launch([buckets[one] for one in which])
             self._met |= dict.fromkeys(which, self._step)
+
+    def _finish(self) -> None:
+        if self._outer is not None:
+            with self._meeting():
+                self._outer.finish()
 
     @override
     def teardown(self) -> None:

@@ -77,8 +77,15 @@ def fit(case: Case, size: int, **arguments: Any) -> tuple[dict[str, Tensor], lis
     return {name: one.detach().clone() for name, one in run.module.named_parameters()}, looks.seen
 
 
+def copy_of(module: LightningModule, name: str) -> Tensor:
+    return module.get_parameter(name).detach().clone()
+
+
 def play(case: Case, size: int, plan: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-    """DiLoCo in one process: a module for each group, and the bucket at place i of n meets i / n of a round earlier."""
+    """DiLoCo in one process, a module for each group: the bucket at place i of n meets i / n of a round earlier.
+
+    What groups send after a step arrives after the next one.
+    """
     options = {**OUTER, **case.strategy}
     torch.manual_seed(0)
     first = case.module(case.optimizer)
@@ -91,6 +98,20 @@ def play(case: Case, size: int, plan: Sequence[Sequence[str]]) -> dict[str, Tens
     by_rank = [list(loader) for loader in loaders]
     held = {name: one.detach().clone() for name, one in first.named_parameters()}
     momenta = {name: torch.zeros_like(one) for name, one in held.items()}
+    in_meeting: dict[str, list[Tensor]] = {}
+    apart: set[str] = set()
+
+    def meet(sent: dict[str, list[Tensor]]) -> None:
+        """Groups keep what they have stepped since it was sent."""
+        for name, of_groups in sent.items():
+            moved = torch.stack([held[name] - one for one in of_groups]).mean(0)
+            momenta[name].mul_(options["outer_momentum"]).add_(moved)
+            held[name] -= options["outer_lr"] * (moved + options["outer_momentum"] * momenta[name])
+            for module, before in zip(modules, of_groups, strict=True):
+                parameter = module.get_parameter(name).data
+                parameter.copy_(held[name] + (parameter - before))
+        sent.clear()
+
     steps = len(by_rank[0]) // accumulate
     for step in range(1, steps + 1):
         for group, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
@@ -99,16 +120,14 @@ def play(case: Case, size: int, plan: Sequence[Sequence[str]]) -> dict[str, Tens
                 (module.training_step(batch, micro) / accumulate).backward()
             optimizer.step()
             optimizer.zero_grad()
+        meet(in_meeting)
+        apart.update(name for names in plan for name in names)
         for place, names in enumerate(plan):
-            if step < steps and (step + place * EVERY // len(plan)) % EVERY:
-                continue
-            for name in names:
-                copies = [module.get_parameter(name).data for module in modules]
-                moved = torch.stack([held[name] - one for one in copies]).mean(0)
-                momenta[name].mul_(options["outer_momentum"]).add_(moved)
-                held[name] -= options["outer_lr"] * (moved + options["outer_momentum"] * momenta[name])
-                for one in copies:
-                    one.copy_(held[name])
+            if (step + place * EVERY // len(plan)) % EVERY == 0:
+                in_meeting.update({name: [copy_of(module, name) for module in modules] for name in names})
+                apart.difference_update(names)
+    meet(in_meeting)
+    meet({name: [copy_of(module, name) for module in modules] for name in apart})
     return held
 
 

@@ -11,48 +11,45 @@ from torch import Tensor
 
 from lightning_parstrat.core.policy import OuterDtype
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import Steps
 
 BLOCK = 256
 """Values that share a scale in 8 bits. The scale adds 4 bytes to 256."""
 
 
-def mean_over_ranks(values: Tensor, collectives: Collectives, sent_in: OuterDtype) -> Tensor:
-    """The mean of ``values`` over ranks. Collective, and the host waits.
+def mean_over_ranks(values: Tensor, sums: Collectives, gathers: Collectives, sent_in: OuterDtype) -> Steps:
+    """The steps of a mean over ranks, for :class:`Exchange`. They return it: 1-D, in the dtype of ``values``.
+
+    Collective. Launch several in the same order on all ranks.
 
     Args:
         values: 1-D, floating point, as long on all ranks.
-        collectives: Those of the ranks.
+        sums: Collectives of the ranks, for the first step.
+        gathers: Those of another process group, as another thread may launch the second step.
         sent_in: ``"int8"`` sends a fourth of the bytes of fp32, ``"bf16"`` half, None the dtype of ``values``.
-
-    Returns:
-        1-D, the dtype of ``values``.
     """
-    ranks, numel = collectives.world_size, values.numel()
+    ranks, rank, numel = sums.world_size, sums.rank, values.numel()
     if ranks == 1:
         return values
     unit = ranks * (BLOCK if sent_in == "int8" else 1)
     padded = values.new_zeros(-(-numel // unit) * unit)
     padded[:numel] = values
+    pieces = padded.view(ranks, -1)
+    # In either case this rank's mean is rounded, too, so that all ranks have the same bits.
     if sent_in == "int8":
-        return _mean_in_8_bits(padded, collectives)[:numel]
-    buffer = padded.to(torch.bfloat16) if sent_in == "bf16" else padded
-    own = padded.new_empty(padded.numel() // ranks)
-    collectives.wait(collectives.reduce_scatter(buffer, own))
-    # Also this rank's mean is rounded, so that all ranks have the same bits.
-    buffer.view(ranks, -1)[collectives.rank] = own.div_(ranks)
-    collectives.wait(collectives.all_gather(buffer))
-    return buffer[:numel].to(values.dtype)
-
-
-def _mean_in_8_bits(padded: Tensor, collectives: Collectives) -> Tensor:
-    packed = quantized(padded.view(collectives.world_size, -1))
-    received = torch.empty_like(packed)
-    collectives.count(packed.nbytes - packed[0].nbytes)
-    work = dist.all_to_all_single(received, packed, group=collectives.group, async_op=True)
-    collectives.wait(work)
-    packed[collectives.rank] = quantized(dequantized(received).mean(0, keepdim=True))[0]
-    collectives.wait(collectives.all_gather(packed.flatten()))
-    return dequantized(packed).flatten().to(padded.dtype)
+        packed = quantized(pieces)
+        received = torch.empty_like(packed)
+        sums.count(packed.nbytes - packed[0].nbytes)
+        yield dist.all_to_all_single(received, packed, group=sums.group, async_op=True)
+        packed[rank] = quantized(dequantized(received).mean(0, keepdim=True))[0]
+        yield gathers.all_gather(packed.view(-1))
+        return dequantized(packed).view(-1)[:numel].to(values.dtype)
+    buffer = pieces.to(torch.bfloat16) if sent_in == "bf16" else pieces
+    own = values.new_empty(pieces.shape[1])
+    yield sums.reduce_scatter(buffer.view(-1), own)
+    buffer[rank] = own.div_(ranks)
+    yield gathers.all_gather(buffer.view(-1))
+    return buffer.view(-1)[:numel].to(values.dtype)
 
 
 def quantized(values: Tensor) -> Tensor:

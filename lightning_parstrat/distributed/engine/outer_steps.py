@@ -1,8 +1,9 @@
 """Groups of ranks that train alone, and meet: an outer optimizer steps global parameters by what each group has moved.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1. Buckets take
-turns, as the fragments of "Streaming DiLoCo" (2025) do. A meeting takes the mean over groups of how far each has moved
-a bucket, and gives it to ``torch.optim.SGD`` as a gradient. All ranks then have the stepped global parameters.
+turns, as the fragments of "Streaming DiLoCo" (2025) do, and are sent while the next step computes. A meeting takes the
+mean over groups of how far each has moved a bucket, and gives it to ``torch.optim.SGD`` as a gradient. Each rank then
+has the stepped global parameters, and on top what its group has stepped meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_parstrat.core.policy import OuterPolicy
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.means import mean_over_ranks
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
 
@@ -26,12 +28,18 @@ class OuterSteps:
 
     Args:
         policy: The learning rate and momentum, and how to send.
-        holders: The ranks that have the same shards as this one, one of each group.
+        sums: Collectives of the ranks that have the same shards as this one, one of each group.
+        gathers: Those of another process group.
         gatherer: Gathers parameters within a group.
     """
 
-    def __init__(self, policy: OuterPolicy, holders: Collectives, gatherer: ParameterGatherer) -> None:
-        self._policy, self.holders, self._gatherer = policy, holders, gatherer
+    def __init__(
+        self, policy: OuterPolicy, sums: Collectives, gathers: Collectives, gatherer: ParameterGatherer
+    ) -> None:
+        self._policy, self.sums, self.gathers, self._gatherer = policy, sums, gathers, gatherer
+        self._threads = ExchangeThreads("meeting of groups")
+        self._meeting: dict[ParameterBucket, tuple[Tensor, Exchange]] = {}
+        """What was sent, and the mean over groups in flight."""
         self._global: dict[ParameterBucket, Tensor] = {}
         self._momenta: Mapping[str, Tensor] = {}
         self._names: Mapping[Tensor, str] = {}
@@ -68,31 +76,46 @@ class OuterSteps:
             self._restore_momentum(bucket)
 
     @torch.no_grad()
-    def meet(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Steps the global parameters of ``buckets``, and gives them to all ranks. Collective; the host waits.
+    def launch(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Begins a meeting: sends how far this group has moved ``buckets``. Collective; it returns at once.
 
-        It sends 2 (K - 1) / K of a rank's shards to K - 1 other groups, and gathers parameters within the group.
+        A rank sends 2 (K - 1) / K of its shards to the ranks that hold them in K - 1 other groups.
 
         Args:
-            buckets: Some of the buckets, the same on all ranks.
+            buckets: Some of the buckets, the same on all ranks. None of them is in a meeting.
         """
-        if not buckets or self._optimizer is None:
-            return
         self._gatherer.finish()
         for bucket in buckets:
             bucket.take_over_changes()
-            held = self._global[bucket]
-            moved = held - _stepped(bucket)
+            sent = _stepped(bucket).clone()
+            moved = self._global[bucket] - sent
             self.moved += torch.linalg.vector_norm(moved, dtype=torch.float64).square().cpu()
-            mean = mean_over_ranks(moved, self.holders, self._policy.outer_dtype)
+            steps = mean_over_ranks(moved, self.sums, self.gathers, self._policy.outer_dtype)
+            # On a GPU the thread that waits takes the steps: streams belong to threads.
+            threads = self._threads if bucket.device.type == "cpu" else None
+            self._meeting[bucket] = sent, Exchange(steps, threads)
+            self._meeting[bucket][1].hand_over()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends the meeting that was begun: steps the global parameters, and gives them to all ranks. Collective."""
+        if not self._meeting or self._optimizer is None:
+            return
+        self._gatherer.finish()
+        meeting, self._meeting = self._meeting, {}
+        for bucket, (_, exchange) in meeting.items():
+            self.sums.wait(exchange)
+            mean = exchange.wait()
             # If a group has diverged, others stay as they are: `moved` shows which group it is.
-            held.grad = mean if mean.isfinite().all() else None
-        stepped = [bucket for bucket in buckets if self._global[bucket].grad is not None]
+            self._global[bucket].grad = mean if mean.isfinite().all() else None
+        has_met = [bucket for bucket in meeting if self._global[bucket].grad is not None]
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for bucket in stepped:
-            _stepped(bucket).copy_(self._global[bucket])
-        for bucket in buckets:
+        for bucket in has_met:
+            bucket.take_over_changes()
+            stepped, (sent, _) = _stepped(bucket), meeting[bucket]
+            # Without steps meanwhile, the global parameters themselves: a sum would round.
+            stepped.copy_(torch.where(stepped == sent, self._global[bucket], self._global[bucket] + (stepped - sent)))
             self._gatherer.launch(bucket)
         self._gatherer.finish_prompt()
 

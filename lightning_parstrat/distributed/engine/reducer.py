@@ -390,7 +390,9 @@ class GradientReducer:
             shard = bucket.shard_of(unsharded)
         else:
             kept_in = bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
-            shard = buffer.new_empty(bucket.shard_numel, dtype=kept_in)
+            # A rank alone keeps its gradients.
+            is_alone = self.collectives.world_size == 1 and buffer.dtype == kept_in
+            shard = buffer if is_alone else buffer.new_empty(bucket.shard_numel, dtype=kept_in)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, again, scale, self._streams.current())
 
