@@ -2,11 +2,12 @@
 
     python -m benchmarks.convergence --output benchmarks/results/convergence_bf16.json
     python -m benchmarks.convergence --compare wire --output benchmarks/results/convergence_wire.json
+    python -m benchmarks.convergence --compare outer --output benchmarks/results/convergence_outer.json
 
 The byte-level GPT of examples/lm, on two local processes: "bf16-mixed" under `ddp` (parameters in fp32), "bf16-true"
 under `ddp` (everything in bfloat16), and "bf16-true" under `zero1_custom` (parameters and gradients in bfloat16, steps
 in sharded fp32 master weights). Or ("wire") "bf16-mixed" under `zero1_custom` with gradients, parameters, or both
-rounded to bfloat16 on the wire. A picture lies beside the result file afterwards.
+rounded to bfloat16 on the wire. Or ("outer") two groups of one rank that meet every 30 steps. A picture lies beside the result file afterwards.
 """
 
 import argparse
@@ -39,6 +40,7 @@ class Way(NamedTuple):
     arguments: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
 
 
+OUTER = {"shard_group": 1, "outer_every": 30}
 COMPARISONS = {
     "precision": {
         "bf16-mixed, ddp": Way("ddp", "bf16-mixed", "black"),
@@ -50,6 +52,11 @@ COMPARISONS = {
         'comm_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:blue", {"comm_dtype": "bf16"}),
         'gather_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:orange", {"gather_dtype": "bf16"}),
         "both": Way("zero1_custom", "bf16-mixed", "tab:green", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
+    },
+    "outer": {
+        "each step together": Way("zero1_custom", "32-true", "black"),
+        "outer_every=30": Way("zero1_custom", "32-true", "tab:blue", OUTER),
+        'outer_every=30, "int8"': Way("zero1_custom", "32-true", "tab:orange", {**OUTER, "outer_dtype": "int8"}),
     },
 }
 

@@ -49,12 +49,8 @@ class ShardingPolicy:
     comm_dtype: CommDtype = None
     gather_dtype: CommDtype = None
     activation_checkpointing_policy: WrapPolicy = None
-    late_gradients: int = 0
 
     def __post_init__(self) -> None:
-        check(self, "late_gradients", is_whole(self.late_gradients, 0) and self.late_gradients < 2, "0 or 1")
-        if self.late_gradients and self.shard_gradients:
-            raise ValueError("late_gradients=1 needs shard_gradients=False: set zero1_custom, not zero2_custom.")
         cap, bound = self.bucket_cap_mb, self.max_inflight_buckets
         number = is_number(cap) and float(cap) > 0
         check(self, "bucket_cap_mb", number or cap == "auto", "a positive number of MiB, such as 8, or 'auto'")

@@ -138,7 +138,13 @@ class ComposedStrategy(DDPStrategy):
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
-            self, self._ranks, policy, self._make_training_state(), self._resume, self._before_save, self._entries
+            self,
+            self._ranks,
+            policy,
+            self._make_training_state(),
+            self._resume,
+            self._synchronize_parameters,
+            self._entries,
         )
         self._accumulation = Accumulation(self, self._ranks, policy, hooks)
         self._parts: list[Part] = [
@@ -146,7 +152,9 @@ class ComposedStrategy(DDPStrategy):
             self._resume,
             self._checkpoints,
             self._accumulation,
-            Preemption(self, self._ranks, self._resume, self.wait_for_saves, self._end_step),
+            Preemption(
+                self, self._ranks, self._resume, self.wait_for_saves, self._end_step, self._synchronize_parameters
+            ),
             self._fit_report,
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
@@ -200,8 +208,8 @@ class ComposedStrategy(DDPStrategy):
         """
         return signals
 
-    def _before_save(self) -> None:
-        """Runs before the state of a checkpoint is read, if all ranks can be reached. Collective."""
+    def _synchronize_parameters(self) -> None:
+        """Runs before parameters are evaluated, saved or returned, if all ranks can be reached. Collective."""
 
     def _traffic(self) -> Traffic | None:
         """What this rank has sent so far, and how long it has waited. None if the host cannot see it."""

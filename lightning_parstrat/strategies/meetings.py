@@ -87,7 +87,7 @@ class Meetings(Part):
         Raises:
             ValueError: Groups cannot meet with such optimizers or parameters.
         """
-        check_all_sharded(engine, "outer_every")
+        _check_all_sharded(engine)
         check_agreement(self._ranks.control, digest(engine.plan))
         groups, device, holders = self._ranks.groups, self._strategy.root_device, self._groups.holders(self._ranks.rank)
         sums, gathers = (make_collectives(subgroup(one, holders), device) for one in groups[:2])
@@ -131,7 +131,7 @@ class Meetings(Part):
         engine, outer = self._engine, self._outer
         if engine is None or outer is None or len(engine.buckets) == len(outer.buckets):
             return
-        check_all_sharded(engine, "outer_every")
+        _check_all_sharded(engine)
         outer.adopt(engine.buckets, {parameter: name for name, parameter in self._module.named_parameters()})
 
     def end_step(self, signals: int) -> int:
@@ -272,22 +272,17 @@ def check_meets(arguments: Mapping[str, Any]) -> None:
         "state_dict_type": ("full", "each group has an optimizer state, and rank 0 writes all of them"),
         "rank_shares": ("equal", "groups take their steps at different times"),
         "keep_global_batch": (False, "groups take their steps at different times"),
-        "late_gradients": (0, "the gradients of a step are needed before groups meet"),
     }
     for name, (allowed, reason) in refused.items():
         if arguments.get(name, allowed) != allowed:
             raise ValueError(f"outer_every needs {name}={allowed!r}, and it is {arguments[name]!r}: {reason}.")
 
 
-def check_all_sharded(engine: ShardedDataParallel, argument: str) -> None:
+def _check_all_sharded(engine: ShardedDataParallel) -> None:
     """Checks that each parameter of an optimizer is in a bucket, and real.
 
-    Args:
-        engine: The engine.
-        argument: The strategy's argument that needs it.
-
     Raises:
-        ValueError: One is not.
+        ValueError: One is not, so that groups would not meet with it.
     """
     slots = engine.slots
     for optimizer in engine.optimizers:
@@ -295,7 +290,7 @@ def check_all_sharded(engine: ShardedDataParallel, argument: str) -> None:
             for parameter in group["params"]:
                 if parameter not in slots or parameter.is_complex():
                     raise ValueError(
-                        f"{argument} needs optimizers whose state is sharded, and real parameters: a parameter of"
+                        f"outer_every needs optimizers whose state is sharded, and real parameters: a parameter of"
                         f" shape {tuple(parameter.shape)} ({parameter.dtype}) of {type(optimizer).__name__} is not."
-                        f" Leave out {argument}, or take an optimizer such as torch.optim.AdamW."
+                        " Leave out outer_every, or take an optimizer such as torch.optim.AdamW."
                     )

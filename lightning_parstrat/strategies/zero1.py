@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,13 +32,12 @@ from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.strategies.base import ComposedStrategy
-from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
 )
 from lightning_parstrat.strategies.lightning_compat import trained, unwrapped, window_is_open, wrapped
-from lightning_parstrat.strategies.meetings import Meetings, check_all_sharded, check_meets
+from lightning_parstrat.strategies.meetings import Meetings, check_meets
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, named, not_sharded, sharded_by
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
@@ -108,9 +105,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         outer_momentum: Its momentum. If 0, groups just take the mean.
         outer_dtype: The dtype in which groups send how far they have moved. ``"int8"`` sends a fourth of the bytes of
             fp32, with a scale for 256 elements. ``"bf16"`` sends half.
-        late_gradients: If 1, each step takes the gradients of the step before, so that sending them has a step's time.
-            Results differ from DDP's: a large learning rate may diverge that does not otherwise. The first step leaves
-            parameters as they are. Before a validation, a save and the end, the last gradients are stepped, too.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -137,7 +131,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         outer_dtype: OuterDtype = None,
-        late_gradients: int = 0,
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
@@ -152,7 +145,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             shard_group=shard_group,
             shard_gradients=shard_gradients,
             activation_checkpointing_policy=activation_checkpointing_policy,
-            late_gradients=late_gradients,
         )
         outer = OuterPolicy(
             outer_every=outer_every,
@@ -162,7 +154,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             shard_group=shard_group,
         )
         if outer_every is not None:
-            check_meets({**kwargs, "late_gradients": late_gradients})
+            check_meets(kwargs)
             # A group trains as if it were alone.
             self._policy = replace(self._policy, shard_group="all")
         if shard_gradients:
@@ -215,7 +207,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f"{self.flag}: new optimizers were set between the micro-batches of a step, whose gradients are in"
                     " the shards of the old ones. Set them after a step."
                 )
-            self._before_save()
             self._close_engine()
             self._shard(optimizers)
         self._optimizers = optimizers
@@ -259,20 +250,9 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return signals if self._meetings is None else self._meetings.end_step(signals)
 
     @override
-    def _before_save(self) -> None:
-        """Steps or sends whatever was put off, so that all ranks have the parameters of this step."""
+    def _synchronize_parameters(self) -> None:
         if self._meetings is not None:
             self._meetings.meet()
-        if self._engine is not None and self._engine.reducer.take_up_late():
-            for optimizer in trained(self.optimizers):
-                self.optimizer_step(optimizer, lambda: torch.zeros(()))
-            self._engine.reducer.zero(set(self._engine.slots.values()))
-
-    @override
-    def on_train_end(self) -> None:
-        """Ends the training."""
-        self._before_save()
-        super().on_train_end()
 
     def _prepare_for_users_of_gradients(self) -> None:
         self._engine.reducer.collects_unannounced = not self._training_module.automatic_optimization
@@ -285,8 +265,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self.precision_plugin,
         )
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
-        if self._policy.late_gradients:
-            self._begin_late_gradients(named(observers) if exposed else "")
         if self._policy.shard_gradients:
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
         self._fit_report.say(sharded_by(self._engine))
@@ -294,41 +272,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         if choice == "auto" and exposed and self._engine.slots:
             readers = named(observers)
             self._fit_report.say(f"gathers gradients each step, as {readers} may read them (see expose_gradients)")
-
-    def _begin_late_gradients(self, readers: str) -> None:
-        """Lets each step take the gradients of the one before.
-
-        Raises:
-            MisconfigurationException: The training needs gradients of the same step.
-        """
-        refused = {
-            readers or "expose_gradients=True": self._engine.reducer.exposes_gradients,
-            "manual optimization": not self._training_module.automatic_optimization,
-            "a loss scale (16-mixed)": getattr(self.precision_plugin, "scaler", None) is not None,
-        }
-        for name, is_refused in refused.items():
-            if is_refused:
-                raise MisconfigurationException(
-                    f"late_gradients=1 steps with the gradients of the step before, and {name} needs those of the same"
-                    " step. Leave out late_gradients. If hooks do not read gradients, set expose_gradients=False."
-                )
-        check_all_sharded(self._engine, "late_gradients")
-        self._engine.reducer.is_late = True
-        self._fit_report.say(
-            "each step takes the gradients of the step before (late_gradients=1): results differ from those of `ddp`."
-        )
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's training step.
-
-        Raises:
-            MisconfigurationException: It returns a weight, and gradients are late.
-        """
-        output = super().training_step(*args, **kwargs)
-        if self._policy.late_gradients and isinstance(output, Mapping) and LOSS_WEIGHT in output:
-            raise MisconfigurationException("late_gradients=1 takes no `loss_weight`. Leave out one of the two.")
-        return output
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
         """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
@@ -374,7 +317,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_validation_start(self) -> None:
         """Zeros the gradients in the shards if Lightning has zeroed those of the module."""
         super().on_validation_start()
-        self._before_save()
         trainer = self._training_module.trainer
         forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
         accumulates = trainer.sanity_checking or window_is_open(trainer)

@@ -171,10 +171,9 @@ class Notes(Callback):
         self.steps: list[list[Tensor]] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validated.append([])
+        self.validated.append([one.detach().clone() for one in pl_module.parameters()])
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.validated[-1] = [one.detach().clone() for one in pl_module.parameters()]
+    on_train_end = on_validation_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.steps.append([one.detach().clone() for one in pl_module.parameters()])

@@ -76,18 +76,6 @@ class _Reduction(NamedTuple):
     stream: Hashable
 
 
-class _Late(NamedTuple):
-    """A backward whose gradients are stepped after the next one.
-
-    Attributes:
-        reductions: Its reductions, in the order of their launches.
-        used: The parameters for which any rank had a gradient.
-    """
-
-    reductions: list[_Reduction]
-    used: set[ParameterSlot]
-
-
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter without a gradient in so many backwards is not waited for. Its gradient is still reduced. The
 number is more than one, because the optimizers of a GAN alternate."""
@@ -163,15 +151,12 @@ class GradientReducer:
         self.shards_accumulation = False
         self.collects_unannounced = False
         self.synchronize = True
-        self.is_late = False
-        """Whether a step takes the gradients of the backward before the last, so that sending has a step's time."""
         self.recorded: dict[ParameterSlot, None] | None = None
         """If set, the order in which gradients become ready is recorded here, and none is sent."""
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self._backward: _Backward | None = None
         self._in_flight: list[_Reduction] = []
-        self._late = _Late([], set())
         self._not_waited_for: deque[_Reduction] = deque()
         self._window_scale: GradientScale | None = None
 
@@ -351,28 +336,9 @@ class GradientReducer:
         if exposed:
             self._complete()
             expose_gradients(exposed, self.collectives)
-        if self.is_late and backward.scale is not None:
-            self._take_late(_Late(self._in_flight, {slot for slot in slots if slot.reduced}))
         # Gradients left over from a window may be sent after its last backward: the window's scale was set before.
         if backward.scale is not None and any(b.is_partial for b in self.buckets) and self._window_scale is None:
             self._window_scale = backward.scale
-
-    def _take_late(self, latest: _Late) -> None:
-        """Puts the latest backward aside, and takes up the one before."""
-        before, self._late = self._late, latest
-        self._in_flight = before.reductions
-        for slot in self._slots:
-            slot.used = slot in before.used
-
-    def take_up_late(self) -> bool:
-        """Takes up the gradients that were put aside, to be stepped. Returns whether there were any."""
-        self._end_backward()
-        are_any = bool(self._late.reductions)
-        if are_any:
-            # Otherwise they would be added to those of the last step.
-            self.zero(set(self._slots))
-            self._take_late(_Late([], set()))
-        return are_any
 
     def _send(self, bucket: GradientBucket, again: bool, scale: GradientScale | None) -> _Reduction:
         exposes = self._exposes(bucket)
@@ -439,8 +405,8 @@ class GradientReducer:
 
     def _set_aside(self) -> None:
         """Drops the reductions in flight. Their memory must outlive the transfers."""
-        set_aside([reduction.work for reduction in [*self._in_flight, *self._late.reductions]])
-        self._in_flight, self._late = [], _Late([], set())
+        set_aside([reduction.work for reduction in self._in_flight])
+        self._in_flight = []
         self._not_waited_for.clear()
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:

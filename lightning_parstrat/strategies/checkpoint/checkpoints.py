@@ -67,7 +67,7 @@ class Checkpoints(Part):
         policy: The format, and how to save.
         state: The state of the module and the optimizers.
         resume: The place of the training.
-        before_save: Called before the state is read, if all ranks can be reached.
+        synchronize: Called before the state is read, if all ranks can be reached.
         entries: Returns the strategy's own entries in a checkpoint, given Lightning's.
     """
 
@@ -80,12 +80,12 @@ class Checkpoints(Part):
         policy: CommonPolicy,
         state: TrainingState,
         resume: Resume,
-        before_save: Callable[[], None],
+        synchronize: Callable[[], None],
         entries: Callable[[Mapping[str, Any]], dict[str, Any]],
     ) -> None:
         super().__init__(strategy)
         self._ranks, self._policy, self._state, self._resume = ranks, policy, state, resume
-        self._before_save, self._entries = before_save, entries
+        self._synchronize, self._entries = synchronize, entries
         self.loaded_entries: Mapping[str, Any] = {}
         """This package's entries in the checkpoint that was loaded."""
         self._loaded: ShardedCheckpoint | None = None
@@ -114,7 +114,7 @@ class Checkpoints(Part):
         if self._absent and not self._can_save_alone:
             return {}
         if not self._absent:
-            self._before_save()
+            self._synchronize()
         if self._state.is_whole:
             return by_lightning()
         with watching(_SAVE, _SAVE_ON_ALL):

@@ -89,6 +89,7 @@ class Preemption(Part):
         wait_for_saves: Returns when all saves are on the disk.
         end_step: Called at the end of a step, with the signals of the ranks that train together. Returns those to
             answer now.
+        synchronize: Called before other callbacks and the module see the end of the training, or a validation.
     """
 
     _of_one_training = frozenset({"_callback", "_replaced"})
@@ -100,10 +101,11 @@ class Preemption(Part):
         resume: Resume,
         wait_for_saves: Callable[[], None],
         end_step: Callable[[int], int],
+        synchronize: Callable[[], None],
     ) -> None:
         super().__init__(strategy)
         self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
-        self._end_step = end_step
+        self._end_step, self._synchronize = end_step, synchronize
         self._callback: SavesWhenPreempted | None = None
         self._replaced: dict[int, Any] = {}
         # Then a Slurm job is saved and requeued. SIGTERM means to save and end, because Slurm itself may requeue it.
@@ -122,6 +124,8 @@ class Preemption(Part):
             on_train_epoch_end=lambda *_: self._resume.end_epoch(),
             on_train_batch_start=self.begin_batch,
             on_train_batch_end=self.end_batch,
+            on_validation_start=lambda *_: self._synchronize(),
+            on_train_end=lambda *_: self._synchronize(),
         )
         self._replaced = {}
         # Now, because it is collective on first use.
