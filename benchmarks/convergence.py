@@ -7,7 +7,8 @@
 The byte-level GPT of examples/lm, on two local processes: "bf16-mixed" under `ddp` (parameters in fp32), "bf16-true"
 under `ddp` (everything in bfloat16), and "bf16-true" under `zero1_custom` (parameters and gradients in bfloat16, steps
 in sharded fp32 master weights). Or ("wire") "bf16-mixed" under `zero1_custom` with gradients, parameters, or both
-rounded to bfloat16 on the wire. Or ("outer") two groups of one rank that meet every 30 steps. A picture lies beside the result file afterwards.
+rounded to bfloat16 on the wire. Or ("outer") two groups of one rank that meet every 30 steps. A picture lies beside the
+result file afterwards.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import UsageError, positive, table
-from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, grids, pipeline, zero1, zero3
+from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, grids, outer, pipeline, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
@@ -26,7 +26,8 @@ fit it recommends the one that shards least. Activations are not counted: leave 
 With --config the numbers are those of the module of a LightningCLI configuration, which is made without memory for its
 parameters. --accumulate adds zero2_custom, which shards the gradients that are held between micro-batches.
 --activations adds pipeline_custom, which sends them between stages. Its grids are the ranks of a pipeline, by the
-number of pipelines, by the ranks that share layers. --rank-shares shows what equal shares of the samples cost if ranks
+number of pipelines, by the ranks that share layers. --outer-every adds shard groups that train alone and meet after so
+many steps: their results differ from those of ddp. --rank-shares shows what equal shares of the samples cost if ranks
 are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -59,6 +60,7 @@ def make_parser() -> ArgumentParser:
     add("--activations", help="bytes that pass between two blocks for a batch, such as 2MB; shows pipeline_custom")
     add("--microbatches", type=positive, default=4, help="micro-batches of a batch under pipeline_custom")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step (accumulate_grad_batches)")
+    add("--outer-every", type=positive, help="steps after which shard groups meet that train alone (zero1_custom)")
     add("--rank-shares", type=float, nargs="+", help="how fast each rank is, as in rank_shares: 3 1")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -76,8 +78,10 @@ def run(arguments: Namespace) -> int:
     memory = None if arguments.memory is None else _quantity(arguments.memory, "--memory", "80GB or 24GiB")[0]
     room = None if memory is None else memory * (1 - arguments.reserve)
     rate = None if arguments.bandwidth is None else _bytes_per_second(arguments.bandwidth)
-    found = [_row(one, room, rate, arguments) for one in footprints(training)]
-    choice, why = recommend(found, training, room)
+    inexact = [] if arguments.outer_every is None else [outer(training, arguments.outer_every)]
+    found = [_row(one, room, rate, arguments) for one in (*footprints(training), *inexact)]
+    # What changes results is shown, and never recommended.
+    choice, why = recommend(found[: len(found) - len(inexact)], training, room)
     left_out = (
         "Left out: activations, which depend on the batch and are the same under every strategy, and what optimizers"
         " and kernels need for a moment."

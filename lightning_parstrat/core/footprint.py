@@ -5,7 +5,7 @@ et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_parstrat.core.grid import Grid
@@ -191,6 +191,30 @@ def zero1(training: Training, shards_gradients: bool = False) -> Footprint:
         on_link,
         reductions,
         behind_forward=1 / phases,
+    )
+
+
+def outer(training: Training, every: int) -> Footprint:
+    """Under ``zero1_custom`` with ``outer_every``: shard groups train alone. In turns, they send how far they moved.
+
+    Args:
+        training: The training.
+        every: After how many steps groups meet.
+    """
+    shards, width = training.shard_ranks or training.ranks, max(4, training.widths.parameter)
+    devices, copies = min(training.devices, shards), training.ranks // shards
+    alone = zero1(replace(training, nodes=shards // devices, devices=devices, shard_ranks=shards))
+    # Global parameters and their momentum.
+    kept = 2 * width * training.parameters / shards
+    met = 2 * (copies - 1) / copies * width * training.parameters / shards / every
+    is_on_node = training.nodes > 1 and shards <= training.devices
+    return alone._replace(
+        strategy=f"zero1_custom outer_every={every}",
+        peak=alone.peak + kept,
+        held=alone.held + kept,
+        accumulating=alone.accumulating + kept,
+        sent=alone.sent + met,
+        on_link=(0 if is_on_node else alone.on_link) + met * (training.devices if training.nodes > 1 else 1),
     )
 
 

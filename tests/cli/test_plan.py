@@ -131,6 +131,20 @@ def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> No
         assert zero3["sent_bytes"] == pytest.approx(3 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
 
 
+def test_groups_that_train_alone_send_in_turns_and_are_never_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    for group, size in (("node", 8), ("16", 16)):
+        words = f"--parameters 10M --world-size 32 --devices-per-node 8 --bandwidth 8Mbit --shard-group {group}"
+        result = plan(capsys, 0, f"{words} --compute-seconds 1 --outer-every 50")
+        own, copies = result["zero1_custom outer_every=50"], 32 // size
+        met = 2 * (copies - 1) / copies * 4 * 10**7 / size / 50
+        assert own["held_bytes"] == (4 + 20 / size) * 10**7
+        assert own["sent_bytes"] == pytest.approx(2 * (size - 1) / size * 4 * 10**7 + met, abs=1)
+        within = 4 * 10**7 if size > 8 else 0
+        assert own["wire_seconds"] == pytest.approx((within + 8 * met) / 1e6)
+        assert own["step_seconds"] < result["zero1_custom"]["step_seconds"]
+        assert "outer_every" not in result["recommended"]
+
+
 def test_ranks_that_share_layers(capsys: pytest.CaptureFixture[str], config: Any) -> None:
     words = "--parameters 10M --world-size 16 --devices-per-node 8 --tensor-parallel 2"
     result = plan(capsys, 0, words)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat.core.footprint import Training, outer
 from lightning_parstrat.distributed.comm.means import dequantized, quantized
 from tests.comparing import assert_same, distance
 from tests.pool import RankError, RankPool
@@ -160,6 +161,34 @@ def test_eight_bits_are_off_by_half_a_step_of_the_largest_and_show_nan() -> None
 
 def test_zeros_in_eight_bits_stay_zeros() -> None:
     assert not dequantized(quantized(torch.zeros(1, 256))).any()
+
+
+@looks_at_no_gradient
+class Sent(Callback):
+    """The bytes of pieces that this rank has sent to other groups so far, after each step. Means are as large."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.bytes.append(2 * trainer.strategy._meetings._outer.sums.traffic.bytes_sent)
+
+
+def sent_in_a_round(size: int) -> tuple[float, float]:
+    """Bytes that a rank sends to other groups in a round, and what is planned."""
+    sent, world = Sent(), dist.get_world_size()
+    run = train(zoo.MLP, zero1(shard_group=size, **OUTER), callbacks=[sent])
+    count = sum(one.numel() for one in run.module.parameters())
+    training = Training(parameters=count, nodes=world // size, devices=size, shard_ranks=size)
+    planned = EVERY * (outer(training, EVERY).sent - outer(training, 10**9).sent)
+    return sent.bytes[3 * EVERY - 1] - sent.bytes[2 * EVERY - 1], planned
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
+def test_groups_send_what_is_planned(pool: RankPool, ranks: int, size: int) -> None:
+    for sent, planned in pool.run(ranks, sent_in_a_round, size):
+        # Shards are padded.
+        assert 0.99 * planned <= sent <= 1.1 * planned
 
 
 @looks_at_no_gradient
