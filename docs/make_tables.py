@@ -219,6 +219,39 @@ def unequal() -> Iterator[Row]:
         yield f"`{name}`", *times, f"{ours['ratio_to_equal']:.2f}", small(ours["to_single_process"])
 
 
+def slow_networks() -> Iterator[Row]:
+    """Steps on slow links, each beside one process that sends nothing."""
+    both, alone = "zero1_custom(comm_dtype='bf16',gather_dtype='bf16')", "single_process"
+    groups = "zero1_custom(shard_group='node',outer_every=50)"
+    rows = [
+        ("two_nodes_200mbit", "200 Mbit/s", "zero1_custom", alone),
+        ("bf16_200mbit", "200 Mbit/s", both, alone),
+        ("pipeline_200mbit", "200 Mbit/s", "pipeline_custom", f"{alone}(whole batch)"),
+        ("outer_200mbit", "200 Mbit/s", groups, alone),
+        ("two_nodes_1gbit", "1 Gbit/s", "zero1_custom", alone),
+        ("late_1gbit", "1 Gbit/s", both, alone),
+        ("outer_1gbit", "1 Gbit/s", groups, alone),
+    ]
+    labels = {both: "bf16 both ways", groups: '`shard_group="node"`, `outer_every=50`'}
+    yield "", "Link", "Step", "One process", "Ratio", "Result"
+    for name, rate, strategy, computes in rows:
+        file = name if name.startswith("pipeline") else f"step_time_{name}"
+        times = result(file)["step_time"]
+        ratio = times[strategy]["median"] / times[computes]["median"]
+        both_times = [interval(times[one], unit=" s") for one in (strategy, computes)]
+        yield labels.get(strategy, f"`{strategy}`"), rate, *both_times, f"{ratio:.2f}", link(file, name)
+
+
+def outer() -> Iterator[Row]:
+    """What groups that train alone learn."""
+    found = result("convergence_outer")["results"]
+    first = next(iter(found.values()))["val_bits_per_byte"]
+    yield "", "Bits per byte", "To each step together"
+    for name, way in found.items():
+        bits = way["val_bits_per_byte"]
+        yield f"`{name}`" if "=" in name else name, f"{bits:.3f}", f"{bits - first:+.3f}"
+
+
 def records() -> Iterator[Row]:
     """What torch's planner would gather in a sharded save, and what its index costs."""
     yield "Saved by", "Ranks", "Pieces", "Gathered", "Seconds to read that", "Index", "Seconds to make it, to read it"
@@ -281,6 +314,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
         "16 bits": partial(convergence, "convergence_bf16", "", 3, BF16),
         "unfrozen": unfrozen,
         "unequal ranks": unequal,
+        "slow networks": slow_networks,
+        "groups that train alone": outer,
         "records": records,
         "plan 32-true": partial(plan, "32-true", ("1B", "7B"), USES),
         "plan bf16-mixed": partial(plan, "bf16-mixed", ("1B", "7B", "13B")),

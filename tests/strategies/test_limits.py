@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from tests.pool import RankPool
 from tests.strategies import cases, test_callbacks, zoo
 from tests.strategies.checkpoint.test_routes import ROUTES
@@ -88,6 +88,14 @@ FEATURES: dict[str, list[Shown]] = {
         # Nothing is sharded.
         by_test("strategies/test_limits.py::test_ddp_alone_shards_nothing", ddp_tuned="none"),
     ],
+    "[groups that train alone](slow_networks.md)": [
+        by_test(
+            "strategies/test_meetings.py::test_groups_train_as_written_out", zero1_custom="yes", zero2_custom="yes"
+        ),
+        by_test(
+            "strategies/test_limits.py::test_groups_of_zero1_alone_train_alone", zero3_custom="none", ddp_tuned="none"
+        ),
+    ],
     "[tensor parallelism](tensor_parallel.md)": [
         by_test("strategies/test_tensor_parallel.py::test_trains_as_one_process_does", zero3_custom="yes"),
         by_test(
@@ -160,6 +168,12 @@ def test_ddp_alone_shards_nothing() -> None:
     for argument in ("shard_group", "activation_checkpointing_policy"):
         assert argument in inspect.signature(ZeRO1Strategy).parameters
         assert argument not in inspect.signature(TunedDDPStrategy).parameters
+
+
+def test_groups_of_zero1_alone_train_alone() -> None:
+    assert "outer_every" in inspect.signature(ZeRO1Strategy).parameters
+    for strategy in (TunedDDPStrategy, ZeRO3Strategy):
+        assert "outer_every" not in inspect.signature(strategy).parameters
 
 
 def wrapped(flag: str) -> bool:

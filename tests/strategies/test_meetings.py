@@ -60,6 +60,12 @@ CASES = {
     "sgd": Case(optimizer=plain_sgd, tolerance=2e-6),
     "without momentum": Case(optimizer=plain_sgd, strategy={"outer_momentum": 0.0, "outer_lr": 1.0}, tolerance=2e-6),
     "accumulated": Case(optimizer=plain_sgd, trainer={"accumulate_grad_batches": 2}, tolerance=2e-6),
+    "zero2, accumulated": Case(
+        optimizer=plain_sgd,
+        trainer={"accumulate_grad_batches": 2},
+        strategy={"shard_gradients": True},
+        tolerance=2e-6,
+    ),
     "whole parameters": Case(zoo.Convolutional, adafactor, trainer={"precision": "64-true"}, tolerance=1e-9),
     "frozen": Case(zoo.Unused),
     "bf16": Case(strategy={"outer_dtype": "bf16"}, tolerance=2e-2),
