@@ -66,7 +66,7 @@ class Kill(NamedTuple):
         point = None if seed % 2 else list(POINTS)[seed // 2 % len(POINTS)]
         if strategy == "two pipelines":
             world_size = 4
-        if strategy in ("pipeline_custom", "two pipelines"):
+        if strategy in ("pipeline_custom", "two pipelines", "groups"):
             if point in OF_FOLDERS:
                 strategy = "zero1_custom"
             else:

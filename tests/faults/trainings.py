@@ -35,6 +35,7 @@ STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True, **SMALL_BUCKETS}),
     "zero3_custom": (ZeRO3Strategy, {"auto_wrap_policy": {nn.Linear}}),
     "pipeline_custom": (PipelineStrategy, {"auto_wrap_policy": {nn.Linear, nn.Dropout}}),
+    "groups": (ZeRO1Strategy, {"shard_group": 1, "outer_every": 3, **SMALL_BUCKETS}),
     "two pipelines": (PipelineStrategy, {"auto_wrap_policy": {nn.Linear, nn.Dropout}, "data_parallel_size": 2}),
 }
 MICRO_BATCHES = {name: 2 if name == "zero2_custom" else 1 for name in STRATEGIES}
