@@ -142,6 +142,7 @@ CASES = {
     "recurrent": Case(zoo.Recurrent),
     "unused": Case(zoo.Unused, ddp_tuned=WAITS),
     "frozen": Case(zoo.Frozen),
+    "a frozen teacher": Case(zoo.Distilled, world_sizes=(2,)),
     "bare parameters": Case(zoo.BareParameters),
     "scheduled, single precision": Case(zoo.ScheduledTransformer, oracle="ddp"),
     "complex": Case(zoo.Complex),

@@ -277,6 +277,39 @@ def resume_by_ddp(path: str) -> dict[str, Tensor]:
     return module.state_dict()
 
 
+def train_together_then_alone(folder: str) -> float:
+    """Post-local SGD: the largest difference to six steps together, and then the mean of four of each rank alone."""
+    make, world = partial(zoo.MLP, plain_sgd), dist.get_world_size()
+
+    def fit(strategy: Any, steps: int, path: str | None = None) -> LightningModule:
+        torch.manual_seed(0)
+        module = make()
+        trainer = make_trainer(strategy, max_epochs=None, max_steps=steps)
+        data = zoo.loader(SAMPLES * world, BATCH, rank=dist.get_rank(), world_size=world)
+        trainer.fit(module, data, ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(f"{folder}/first.ckpt")
+        return module
+
+    together = fit(zero1(), 6)
+    expected = copy.deepcopy(together)
+    optimizer = expected.configure_optimizers()
+    for batch in list(zoo.loader(SAMPLES * world, BATCH, rank=dist.get_rank(), world_size=world))[6:]:
+        expected.training_step(batch, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in expected.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= world
+    alone = zero1(shard_group=1, outer_every=1000, outer_lr=1.0, outer_momentum=0.0)
+    return distance(list(fit(alone, 10, f"{folder}/first.ckpt").parameters()), list(expected.parameters()))
+
+
+def test_ranks_train_together_and_then_alone(pool: RankPool, tmp_path: Path) -> None:
+    for difference in pool.run(2, train_together_then_alone, str(tmp_path)):
+        assert difference <= 1e-6
+
+
 @looks_at_no_gradient
 class Sleeps(Callback):
     """One rank sleeps within a step; notes when each step ends."""

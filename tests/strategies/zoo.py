@@ -160,6 +160,22 @@ class UnusedBySomeRanks(Zoo):
         return expert(torch.tanh(self.trunk(batch))).pow(2).mean()
 
 
+class Distilled(Zoo):
+    """Learns from a frozen teacher, which the optimizer does not have."""
+
+    def build(self) -> None:
+        self.student = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.teacher = nn.Linear(FEATURES, 5).requires_grad_(False)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            expected = self.teacher(batch).softmax(-1)
+        return F.cross_entropy(self.student(batch), expected)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.student.parameters())
+
+
 class Frozen(Zoo):
     """Half the parameters do not train, and the optimizer has them all the same; unfrozen in the third step."""
 
