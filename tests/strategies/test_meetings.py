@@ -284,11 +284,11 @@ def train_together_then_alone(folder: str) -> float:
     def fit(strategy: Any, steps: int, path: str | None = None) -> LightningModule:
         torch.manual_seed(0)
         module = make()
-        trainer = make_trainer(strategy, max_epochs=None, max_steps=steps)
+        saves = ModelCheckpoint(folder, filename="first", every_n_train_steps=6)
+        callbacks = [] if path else [saves]
+        trainer = make_trainer(strategy, max_steps=steps, callbacks=callbacks, enable_checkpointing=bool(callbacks))
         data = zoo.loader(SAMPLES * world, BATCH, rank=dist.get_rank(), world_size=world)
         trainer.fit(module, data, ckpt_path=path)
-        if path is None:
-            trainer.save_checkpoint(f"{folder}/first.ckpt")
         return module
 
     together = fit(zero1(), 6)
