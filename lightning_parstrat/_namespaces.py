@@ -12,6 +12,7 @@ LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
 PACKAGES = {LIGHTNING: "lightning_parstrat", PYTORCH_LIGHTNING: "lightning_parstrat.pytorch_lightning"}
 """Each package of Lightning, with the package of ours whose strategies its Trainer accepts."""
 PUBLIC = {
+    "AutoStrategy": "strategies.auto",
     "GradNormMonitor": "strategies.gradients.grad_norm_monitor",
     "PipelineStrategy": "strategies.pipeline",
     "TunedDDPStrategy": "strategies.ddp",

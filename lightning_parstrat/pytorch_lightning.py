@@ -18,10 +18,13 @@ from lightning_parstrat._namespaces import PUBLIC, public_class
 if TYPE_CHECKING:
     from pytorch_lightning import callbacks, strategies
 
-    from lightning_parstrat.strategies import ddp, pipeline, zero1, zero3
+    from lightning_parstrat.strategies import auto, ddp, pipeline, zero1, zero3
     from lightning_parstrat.strategies.gradients import grad_norm_monitor
 
     # To a type checker, the classes belong to both namespaces: they have our arguments, and the Trainer takes them.
+    class AutoStrategy(auto.AutoStrategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """The same as :class:`lightning_parstrat.AutoStrategy`."""
+
     class GradNormMonitor(grad_norm_monitor.GradNormMonitor, callbacks.Callback):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.GradNormMonitor`."""
 

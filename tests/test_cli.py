@@ -138,6 +138,7 @@ def test_help_lists_the_strategies_and_none_of_their_base_classes(
         parse("ddp", "--help")
     listed = re.findall(r"lightning_parstrat[\w.]*\.(\w+Strategy)\b", "".join(capsys.readouterr().out.split()))
     assert sorted(set(listed)) == [
+        "AutoStrategy",
         "PipelineStrategy",
         "TunedDDPStrategy",
         "ZeRO1Strategy",

@@ -172,4 +172,5 @@ with contextlib.suppress(ImportError):
 import pytorch_lightning.strategies
 print(sorted(pytorch_lightning.strategies.StrategyRegistry))
 """
-    assert run_script(script, tmp_path) == f"{sorted(NAMES)}\n"
+    of_auto = [f"auto_custom{launcher}{unused}" for launcher, unused in product(LAUNCHERS, UNUSED)]
+    assert run_script(script, tmp_path) == f"{sorted([*NAMES, *of_auto])}\n"

@@ -13,6 +13,7 @@ COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
     "doctor": "check what a training needs of this machine, or of all ranks of a job",
     "plan": "show what a training holds and sends under each strategy, and recommend one",
+    "tune": "run a program under each strategy for some steps, and write down the fastest",
     "inspect": "show what is in a checkpoint, full or sharded",
     "consolidate": "turn a sharded checkpoint into one file, which every strategy reads",
 }
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((word for word in own if word in COMMANDS), None)
     parsed = _make_parser(command).parse_args(own)
     try:
-        if program and parsed.command != "slurm":
+        if program and parsed.command not in ("slurm", "tune"):
             raise UsageError(f"nothing is expected after `--`, got {' '.join(program)!r}.")
         parsed.program = program
         return int(_module(parsed.command).run(parsed))

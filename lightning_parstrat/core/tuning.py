@@ -13,6 +13,9 @@ Verdict = Literal["tuned", "default is best", "not tuned"]
 _SIZES = tuple(size * 2**18 for size in (1, 4, 16, 64, 256))
 """256 KiB to 64 MiB. torch's default is 25 MiB, after a first bucket of 1 MiB."""
 
+MEASURES = "LIGHTNING_PARSTRAT_TUNE"
+"""A variable that ``lightning-parstrat tune`` sets: a training writes its times to that file, and saves nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuningPolicy:

@@ -272,6 +272,14 @@ class ComposedStrategy(DDPStrategy):
         """
         self._accumulation.on_gradient_norm(listener)
 
+    def note_choice(self, measured: Mapping[str, Any]) -> None:
+        """Lets the next fit say what ``lightning-parstrat tune`` has measured, and warn if it is another training.
+
+        Args:
+            measured: What the command has written, and the path of its file.
+        """
+        self._fit_report.chosen = measured
+
     def wait_for_saves(self) -> None:
         """Returns when no checkpoint is being written. If one is, all ranks must call it.
 

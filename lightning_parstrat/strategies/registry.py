@@ -36,6 +36,11 @@ _STRATEGIES = (
         partial(_create, "pipeline.PipelineStrategy"),
         "Pipeline parallelism: the module's blocks in stages on different ranks, by torch's schedules",
     ),
+    (
+        ("auto_custom",),
+        partial(_create, "auto.AutoStrategy"),
+        "the strategy that `lightning-parstrat tune` has found to be the fastest, from chosen.yaml",
+    ),
 )
 """Names, what makes the strategy, and a description."""
 
@@ -44,9 +49,9 @@ def register_strategies(module: ModuleType) -> None:
     """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module. A second call is harmless.
 
     The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch. They are ``ddp_tuned``,
-    ``zero1_custom``, ``zero2_custom``, ``zero3_custom`` and ``pipeline_custom``. Each name also has the launcher
-    suffixes ``_spawn``, ``_fork`` and ``_notebook``. Each of these has ``_find_unused_parameters_true`` and ``_false``.
-    Only ``ddp_tuned`` needs to be told: the others always find unused parameters.
+    ``zero1_custom``, ``zero2_custom``, ``zero3_custom``, ``pipeline_custom`` and ``auto_custom``. Each also has the
+    launcher suffixes ``_spawn``, ``_fork`` and ``_notebook``. Each of these has ``_find_unused_parameters_true`` and
+    ``_false``. Only ``ddp_tuned`` needs to be told: the others always find unused parameters.
 
     ``zero1`` and ``ddp_zero1`` are other names of ``zero1_custom``, and so on. Some libraries look for "ddp" in the
     name to decide whether to split the data among ranks.

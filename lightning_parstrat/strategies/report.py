@@ -1,20 +1,26 @@
 """What a fit logs on rank 0: at its start what is sharded, and at its end what a step cost."""
 
+import json
+import os
+import platform
 import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
@@ -58,6 +64,8 @@ class Report(Part):
     def __init__(self, strategy: DDPStrategy, flag: str, traffic: Callable[[], Traffic | None]) -> None:
         super().__init__(strategy)
         self._flag, self._traffic = flag, traffic
+        self.chosen: Mapping[str, Any] = {}
+        """What ``lightning-parstrat tune`` has measured, if its choice is trained."""
         self._said: set[str] = set()
         self._moments: deque[_Moment] = deque(maxlen=_STEPS_KEPT)
 
@@ -71,6 +79,20 @@ class Report(Part):
     def on_train_start(self) -> None:
         """Begins to measure."""
         self._moments.clear()
+        if self.chosen:
+            self._say_choice()
+
+    def _say_choice(self) -> None:
+        chosen = self.chosen
+        self.say(f"chosen by {chosen['path']}, measured {chosen['measured']}: {chosen['seconds']:.3f} s per step.")
+        now = measured_for(self._module, self._strategy)
+        differing = [f"{key} {now[key]}, not {chosen[key]}" for key in now if chosen.get(key) != now[key]]
+        if differing:
+            self.say(
+                f"{chosen['path']} was measured for another training: here there are {', '.join(differing)}. Run"
+                " `lightning-parstrat tune` again.",
+                True,
+            )
 
     def note_step(self) -> None:
         """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
@@ -85,15 +107,43 @@ class Report(Part):
         """Logs medians over the last steps, without the first few. Nothing after a short training."""
         self.note_step()
         moments = list(self._moments)[_STEPS_THAT_SETTLE:]
+        if (target := os.environ.get(MEASURES)) and self._strategy.is_global_zero and len(moments) > _FEWEST_STEPS:
+            Path(target).write_text(json.dumps(self._measured(moments)))
         if len(moments) > _FEWEST_STEPS:
             seen = self._traffic() is not None and self._strategy.world_size > 1
             line = line_of_steps(moments, self._strategy.world_size, self._strategy.root_device, seen)
             rank_zero_info(f"{self._flag}: {line}")
 
+    def _measured(self, moments: Sequence[_Moment]) -> dict[str, Any]:
+        """What ``lightning-parstrat tune`` reads."""
+        steps, trainer, strategy = list(pairwise(moments)), self._trainer, self._strategy
+        seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
+        waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
+        seen = self._traffic() is not None and strategy.root_device.type != "cuda"
+        return {
+            "seconds": seconds,
+            "waiting": waiting if seen else None,
+            "accumulate": trainer.accumulate_grad_batches,
+            **measured_for(self._module, strategy),
+        }
+
     @override
     def teardown(self) -> None:
         """Lets the next training log its lines."""
         self._said.clear()
+
+
+def measured_for(module: LightningModule, strategy: DDPStrategy) -> dict[str, Any]:
+    """What a measurement of steps depends on."""
+    return {
+        "parameters": sum(one.numel() for one in module.parameters() if one.requires_grad),
+        "precision": str(module.trainer.precision),
+        "nodes": strategy.num_nodes,
+        "devices": strategy.world_size // strategy.num_nodes,
+        "machine": torch.cuda.get_device_name()
+        if strategy.root_device.type == "cuda"
+        else f"{platform.machine()}, {counted(os.cpu_count() or 1, 'core')}",
+    }
 
 
 def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, seen: bool) -> str:

@@ -1,6 +1,7 @@
 """Durable checkpoints: saved by all ranks or by none, complete or absent, and read at any world size."""
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import CommonPolicy
+from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.folder import (
     OF_ANOTHER_JOB,
@@ -162,6 +164,8 @@ class Checkpoints(Part):
                 f" ranks, and {names_of(self._absent)} cannot be reached: nothing was saved. Checkpoints that were"
                 " saved before are intact."
             )
+            return
+        if MEASURES in os.environ:
             return
         if not self._ranks.have_joined:
             # Spawned processes have not started yet, or have ended. There are no ranks to wait for.

@@ -1,0 +1,134 @@
+"""Programs that are run under each strategy: what is predicted, measured, left out and written."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_parstrat.cli.main import main
+from lightning_parstrat.cli.tune import _speeds, candidates
+from tests.scripts import run_python, run_script
+
+PROGRAM = """
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class Model(BoringModel):
+    def __init__(self, fails: str = ""):
+        super().__init__()
+        self.fails = fails
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_train_start(self):
+        if type(self.trainer.strategy).__name__ == self.fails:
+            raise ValueError("not under this strategy")
+
+if __name__ == "__main__":
+    LightningCLI(Model, BoringDataModule)
+"""
+TRAINS = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.optim import AdamW
+
+class Model(BoringModel):
+    def configure_optimizers(self):
+        return AdamW(self.parameters())
+
+trainer = Trainer(strategy="auto_custom", accelerator="cpu", devices=2, max_steps=1, logger=False, limit_val_batches=0)
+trainer.fit(Model())
+print(type(trainer.strategy).__name__)
+"""
+FIRST = {"accumulate": 1, "parameters": 33_700_000, "precision": "32-true", "nodes": 2, "devices": 1, "machine": ""}
+
+
+def write_program(folder: Path, **model: Any) -> list[str]:
+    """A program that saves, validates and logs, and its command line."""
+    saves = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "saved"}}
+    ranks = {"accelerator": "cpu", "devices": 2, "max_steps": 1000, "callbacks": [saves]}
+    (folder / "main.py").write_text(PROGRAM)
+    config = {"trainer": ranks, "model": model}
+    (folder / "c.yaml").write_text(yaml.safe_dump(config))
+    return [sys.executable, "main.py", "fit", "--config", "c.yaml"]
+
+
+@pytest.mark.slow
+def test_the_fastest_is_written_and_trained(tmp_path: Path) -> None:
+    program = write_program(tmp_path, fails="TunedDDPStrategy")
+    found = run_python(["-m", "lightning_parstrat.cli.main", "tune", "--steps", "25", "--", *program], tmp_path)
+    assert found.returncode == 0, found.stderr
+    rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
+    assert re.search(r"zero3_custom +\d\.\d{3} s +\d\.\d{3} s", rows["zero3_custom"])
+    assert re.search(r"ddp_tuned +\d\.\d{3} s +exit code 1: ", rows["ddp_tuned"])
+    section = yaml.safe_load((tmp_path / "chosen.yaml").read_text())["trainer"]
+    chosen = section["strategy"]["class_path"].rpartition(".")[2]
+    assert chosen in ("ZeRO1Strategy", "ZeRO3Strategy") and section.keys() == {"strategy"}
+    # Neither checkpoints nor logs.
+    assert {one.name for one in tmp_path.iterdir()} == {"main.py", "c.yaml", "chosen.yaml"}
+    output = run_script(TRAINS, tmp_path)
+    assert output.count(chosen) >= 1
+    again = run_python([*program[1:], "--config", "chosen.yaml", "--trainer.max_steps", "2"], tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+def test_predictions_put_first_what_suits_the_link() -> None:
+    slow, fast = ({**FIRST, "seconds": seconds, "waiting": waiting} for seconds, waiting in ((6.0, 0.9), (0.6, 0.0)))
+    own, *others = candidates(slow)
+    speeds = _speeds(own, slow)
+    assert speeds.predicted(own) == pytest.approx(6.0, rel=0.01)
+    first = min(others, key=speeds.predicted)
+    assert first.name == "pipeline_custom" and speeds.predicted(first) < 1
+    # All others send as much as zero1_custom, or more, and are left out after it.
+    assert all(speeds.predicted(one) > 5 for one in others if one is not first)
+    # If ranks do not wait, nothing can be ruled out but by its bubble.
+    own, *others = candidates(fast)
+    assert {_speeds(own, fast).predicted(one) for one in [own, *others] if one.windows == 1} == {0.6}
+
+
+def test_groups_and_16_bits_are_tried_where_they_may_pay() -> None:
+    first = {**FIRST, "seconds": 1.0, "waiting": 0.5, "devices": 8, "precision": "bf16-mixed"}
+    names = {one.name for one in candidates(first)}
+    assert {"zero1_custom, node", "zero3_custom, node", "zero1_custom, bf16 both ways"} <= names
+    assert not any("outer" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tune", "write the program of a LightningCLI after `--`"),
+        ("tune -- python main.py", "such as `-- python main.py fit -c c.yaml`"),
+        ("tune --steps 5 -- python main.py fit", "times of fewer than 25 steps are not reliable"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [("print('trained')", "it has written no times"), ("raise ValueError('no module')", "exit code 1: ValueError: no")],
+)
+def test_another_program_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, script: str, message: str
+) -> None:
+    assert main(["tune", "--", sys.executable, "-c", script, "fit"]) == 1
+    said = capsys.readouterr().out
+    assert message in said and "The program must be a LightningCLI's" in said
+
+
+@pytest.mark.parametrize("text", ["", "trainer:\n  strategy: zero1_custom\n", '# {"seconds": 1}\ntrainer: {}\n'])
+def test_a_file_that_tune_has_not_written_is_refused(tmp_path: Path, text: str) -> None:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_parstrat import AutoStrategy
+
+    (tmp_path / "chosen.yaml").write_text(text)
+    with pytest.raises(MisconfigurationException, match=re.escape("lightning-parstrat tune -- python main.py fit")):
+        AutoStrategy(path=tmp_path / "chosen.yaml")
