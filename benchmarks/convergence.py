@@ -58,6 +58,9 @@ COMPARISONS = {
         "each step together": Way("zero1_custom", "32-true", "black"),
         "outer_every=30": Way("zero1_custom", "32-true", "tab:blue", OUTER),
         'outer_every=30, "int8"': Way("zero1_custom", "32-true", "tab:orange", {**OUTER, "outer_dtype": "int8"}),
+        "outer_every=30, outer_lr=0.7, outer_momentum=0.9": Way(
+            "zero1_custom", "32-true", "tab:red", {**OUTER, "outer_lr": 0.7, "outer_momentum": 0.9}
+        ),
     },
 }
 

@@ -129,8 +129,8 @@ class OuterPolicy:
     """
 
     outer_every: int | None = None
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
     outer_dtype: OuterDtype = None
     shard_group: ShardGroupChoice = "all"
 
@@ -145,7 +145,7 @@ class OuterPolicy:
                 f"outer_every={every} needs groups that train alone, and shard_group='all' is one group. Set"
                 " shard_group='node', or a number of ranks."
             )
-        if every is None and (lr, momentum, self.outer_dtype) != (0.7, 0.9, None):
+        if every is None and (lr, momentum, self.outer_dtype) != (1.0, 0.0, None):
             raise ValueError(
                 "outer_lr, outer_momentum and outer_dtype have no effect without outer_every. Set outer_every=50."
             )

@@ -97,12 +97,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             Results stay the same.
         outer_every: After how many steps shard groups meet that train by themselves (DiLoCo). Between meetings nothing
             is sent between groups, so a slow network between them costs little. Results differ from DDP's. Groups meet
-            by a Nesterov step on the mean of how far each has moved. Buckets take turns, so each step sends about one
+            by a step of SGD on the mean of how far each has moved. Buckets take turns, so each step sends about one
             ``outer_every``-th of the model. All groups also meet before a validation, a save and the end. A signal to
             end is answered when groups meet: ``outer_every`` steps must fit into the time that a job has left then.
             It takes 8/G bytes per parameter on each rank of a group of G.
-        outer_lr: The learning rate of the Nesterov step.
-        outer_momentum: Its momentum. If 0, groups just take the mean.
+        outer_lr: The learning rate of that step. With 1 and no momentum, groups take the mean of their parameters.
+        outer_momentum: Its Nesterov momentum. DiLoCo's values are 0.9 and a learning rate of 0.7. They go up to seven
+            times as far as the mean, which pays with small learning rates and harms with others.
         outer_dtype: The dtype in which groups send how far they have moved. ``"int8"`` sends a fourth of the bytes of
             fp32, with a scale for 256 elements. ``"bf16"`` sends half.
         **kwargs: Arguments of the base class.
@@ -128,8 +129,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         shard_gradients: bool = False,
         activation_checkpointing_policy: WrapPolicy = None,
         outer_every: int | None = None,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
         outer_dtype: OuterDtype = None,
         **kwargs: Any,
     ) -> None:
