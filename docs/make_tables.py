@@ -243,13 +243,16 @@ def slow_networks() -> Iterator[Row]:
 
 
 def outer() -> Iterator[Row]:
-    """What groups that train alone learn."""
-    found = result("convergence_outer")["results"]
-    first = next(iter(found.values()))["val_bits_per_byte"]
-    yield "", "Bits per byte", "To each step together"
-    for name, way in found.items():
-        bits = way["val_bits_per_byte"]
-        yield f"`{name}`" if "=" in name else name, f"{bits:.3f}", f"{bits - first:+.3f}"
+    """What groups that train alone learn, with a usual learning rate and a small one."""
+    usual, small = (result(name)["results"] for name in ("convergence_outer", "convergence_outer_1e-4"))
+    yield "", "Learning rate 1e-3", "To each step together", "Learning rate 1e-4", "To each step together"
+    for name in usual:
+        cells = [f"`{name}`" if "=" in name else name]
+        for found in (usual, small):
+            first = next(iter(found.values()))["val_bits_per_byte"]
+            bits = found[name]["val_bits_per_byte"] if name in found else None
+            cells += ["", ""] if bits is None else [f"{bits:.3f}", f"{bits - first:+.3f}"]
+        yield cells
 
 
 def records() -> Iterator[Row]:

@@ -204,8 +204,8 @@ def outer(training: Training, every: int) -> Footprint:
     shards, width = training.shard_ranks or training.ranks, max(4, training.widths.parameter)
     devices, copies = min(training.devices, shards), training.ranks // shards
     alone = zero1(replace(training, nodes=shards // devices, devices=devices, shard_ranks=shards))
-    # Global parameters and their momentum.
-    kept = 2 * width * training.parameters / shards
+    # Global parameters. Their momentum, if there is any, takes as much again.
+    kept = width * training.parameters / shards
     met = 2 * (copies - 1) / copies * width * training.parameters / shards / every
     is_on_node = training.nodes > 1 and shards <= training.devices
     return alone._replace(

@@ -137,7 +137,7 @@ class OuterPolicy:
     def __post_init__(self) -> None:
         every, lr, momentum = self.outer_every, self.outer_lr, self.outer_momentum
         check(self, "outer_every", every is None or is_whole(every, 1), "a whole number of steps >= 1, or None")
-        check(self, "outer_lr", is_number(lr) and lr > 0, "a positive number, such as 0.7")
+        check(self, "outer_lr", is_number(lr) and lr > 0, "a positive number, such as 1.0")
         check(self, "outer_momentum", is_number(momentum) and 0 <= momentum < 1, "a number in [0, 1), such as 0.9")
         check_choices(self, outer_dtype=Literal["bf16", "int8", None])
         if every is not None and self.shard_group == "all":

@@ -100,7 +100,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             by a step of SGD on the mean of how far each has moved. Buckets take turns, so each step sends about one
             ``outer_every``-th of the model. All groups also meet before a validation, a save and the end. A signal to
             end is answered when groups meet: ``outer_every`` steps must fit into the time that a job has left then.
-            It takes 8/G bytes per parameter on each rank of a group of G.
+            It takes 4/G bytes per parameter on each rank of a group of G, and as much again with momentum.
         outer_lr: The learning rate of that step. With 1 and no momentum, groups take the mean of their parameters.
         outer_momentum: Its Nesterov momentum. DiLoCo's values are 0.9 and a learning rate of 0.7. They go up to seven
             times as far as the mean, which pays with small learning rates and harms with others.

@@ -22,7 +22,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 class OuterSteps:
-    """The global parameters and their momentum, of which each rank has its shards: 8 / G bytes per parameter.
+    """The global parameters, of which each rank has its shards: 4 / G bytes per parameter, and 8 / G with momentum.
 
     Call it between steps, on all ranks alike.
 
