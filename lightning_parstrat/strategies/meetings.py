@@ -158,6 +158,9 @@ class Meetings(Part):
 
     def meet(self) -> None:
         """Lets groups meet now, with all that they have stepped since. Collective, if there is anything."""
+        if self._engine is None:
+            # The training has ended, maybe by an exception of one rank.
+            return
         self._finish()
         apart = [one for one in range(self._number_of_buckets) if self._met.get(one, self._first) < self._step]
         if apart:
