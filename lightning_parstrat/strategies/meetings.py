@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
@@ -20,10 +23,11 @@ from lightning_parstrat.distributed.comm.agreement import check_agreement, gathe
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.liveness import is_of_a_collective, names_of
-from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, broadcast_tensors
 from lightning_parstrat.distributed.comm.process_groups import subgroup, watching
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.outer_steps import OuterSteps
+from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.parts import Part
 
@@ -66,9 +70,10 @@ class Meetings(Part):
         self._groups = ShardGroups.of_all(1)
         self._engine: ShardedDataParallel | None = None
         self._outer: OuterSteps | None = None
-        # The number of steps, that at the begin, and after which step groups have last met with a bucket, by position.
-        self._step = self._first = 0
-        self._met: dict[int, int] = {}
+        self._step = 0
+        self._apart: set[int] = set()
+        """Buckets, by position, with which groups have not met since their last step."""
+        self._others = torch.zeros(0)
 
     @override
     def setup_optimizers(self) -> None:
@@ -79,25 +84,42 @@ class Meetings(Part):
         """
         topology = topology_of_ranks(self._strategy.node_rank, self._ranks.control)
         self._groups = ShardGroups.chosen(self._policy.shard_group, topology)
-        self._ranks.group = self._groups.mates(self._ranks.rank)
+        self._ranks.group, self._ranks.steps_of_group = (
+            self._groups.mates(self._ranks.rank),
+            partial(getattr, self, "steps"),
+        )
 
     def begin(self, engine: ShardedDataParallel) -> None:
-        """Begins a training. Collective.
+        """Prepares for optimizers that were sharded. Collective.
 
         Raises:
             ValueError: Groups cannot meet with such optimizers or parameters.
         """
         _check_all_sharded(engine)
         check_agreement(self._ranks.control, digest(engine.plan))
-        groups, device, holders = self._ranks.groups, self._strategy.root_device, self._groups.holders(self._ranks.rank)
-        sums, gathers = (make_collectives(subgroup(one, holders), device) for one in groups[:2])
+        self._engine, self._outer = engine, None
+
+    @override
+    def on_train_start(self) -> None:
+        """Begins a training with the parameters as they are now. Collective.
+
+        Not earlier: a callback may search for a learning rate, and restore the parameters.
+
+        Raises:
+            MisconfigurationException: A callback or a layer is for ranks that train each step together.
+        """
+        module, engine, device = self._module, self._engine, self._strategy.root_device
+        if engine is None:
+            return
+        _check_averages(self._trainer, module)
+        saved, holders = self._loaded_entries().get(OUTER, {}), self._groups.holders(self._ranks.rank)
+        sums, gathers = (make_collectives(subgroup(one, holders), device) for one in self._ranks.groups[:2])
         sums.connect(device)
         gathers.connect(device, reduces=False)
-        self._engine, self._outer = engine, OuterSteps(self._policy, sums, gathers, engine.gatherer)
-        saved = self._loaded_entries().get(OUTER, {})
-        self._outer.load(saved.get("momenta", {}))
-        self._first = self._step = saved.get("step", 0)
-        self._met.clear()
+        self._outer = OuterSteps(self._policy, sums, gathers, engine.gatherer, _names(module), saved.get("momenta", {}))
+        self._step, self._apart = saved.get("step", 0), set()
+        self.adopt_parameters()
+        self._others = self._fingerprint()
         number, every, policy = self._groups.copies, self._policy.outer_every, self._policy
         self._say(
             f"{counted(number, 'group')} of {counted(self._groups.size, 'rank')} train alone, and meet every"
@@ -129,10 +151,9 @@ class Meetings(Part):
     def adopt_parameters(self) -> None:
         """Copies the parameters that are about to be trained for the first time. Call it before each backward."""
         engine, outer = self._engine, self._outer
-        if engine is None or outer is None or len(engine.buckets) == len(outer.buckets):
-            return
-        _check_all_sharded(engine)
-        outer.adopt(engine.buckets, {parameter: name for name, parameter in self._module.named_parameters()})
+        if engine is not None and outer is not None and len(engine.buckets) != len(outer.buckets):
+            _check_all_sharded(engine)
+            outer.adopt(engine.buckets, _names(self._module))
 
     def end_step(self, signals: int) -> int:
         """Lets groups meet if it is time. Collective, within the group or over all ranks.
@@ -142,15 +163,29 @@ class Meetings(Part):
 
         Returns:
             Signals that came to any rank, if groups have agreed on them in this step. Otherwise none.
+
+        Raises:
+            RuntimeError: Parameters were stepped that groups cannot meet with.
         """
+        engine, outer, every = self._engine, self._outer, self._policy.outer_every or 1
+        if engine is None or outer is None:
+            return signals
+        number = len(outer.buckets)
+        if len(engine.buckets) != number:
+            raise RuntimeError(
+                "outer_every: a parameter was added to an optimizer and stepped after a plain `loss.backward()`. Call"
+                " `self.manual_backward(loss)`, or add it before the training."
+            )
         self._step += 1
-        every = self._policy.outer_every or 1
-        self._finish()
-        self._launch(self._policy.due(self._step, self._number_of_buckets))
+        self._apart = set(range(number))
+        with self._meeting():
+            outer.finish()
+        self._launch(outer, self._policy.due(self._step, number))
         if every == 1:
-            self._finish()
+            with self._meeting():
+                outer.finish()
         if self._step % every == 0:
-            return self._agree(signals)
+            return self._agree(outer, signals)
         if signals:
             left = counted(every - self._step % every, "more step")
             self._say(f"a signal to end came. The training is saved when groups meet, after {left}.", False)
@@ -158,35 +193,33 @@ class Meetings(Part):
 
     def meet(self) -> None:
         """Lets groups meet now, with all that they have stepped since. Collective, if there is anything."""
-        if self._engine is None:
-            # The training has ended, maybe by an exception of one rank.
+        # After an exception, a training that has ended may still be saved.
+        if self._engine is None or self._outer is None:
             return
-        self._finish()
-        apart = [one for one in range(self._number_of_buckets) if self._met.get(one, self._first) < self._step]
-        if apart:
-            self._launch(apart)
-            self._finish()
-            self._agree(0)
-
-    @property
-    def _number_of_buckets(self) -> int:
-        return 0 if self._outer is None else len(self._outer.buckets)
-
-    def _launch(self, which: Sequence[int]) -> None:
-        if self._outer is not None and which:
-            buckets = self._outer.buckets
-            with self._meeting():
-                self._outer.launch([buckets[one] for one in which])
-            self._met |= dict.fromkeys(which, self._step)
-
-    def _finish(self) -> None:
-        if self._outer is not None:
+        with self._meeting():
+            self._outer.finish()
+        if self._apart:
+            self._launch(self._outer, sorted(self._apart))
             with self._meeting():
                 self._outer.finish()
+            self._agree(self._outer, 0)
+
+    def _launch(self, outer: OuterSteps, which: Sequence[int]) -> None:
+        buckets = outer.buckets
+        with self._meeting():
+            outer.launch([buckets[one] for one in which])
+        self._apart -= set(which)
+
+    @property
+    def steps(self) -> int:
+        """The number of this group's steps."""
+        return self._step
 
     @override
     def teardown(self) -> None:
         """Ends the training. What a checkpoint has of it can still be saved."""
+        if self._outer is not None:
+            self._outer.abandon()
         self._engine, self._ranks.group = None, ()
 
     def entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,15 +228,18 @@ class Meetings(Part):
         Args:
             checkpoint: Lightning's entries, with the optimizers of this rank's group on the group's first rank.
         """
-        if self._outer is None:
+        if "optimizer_states" not in checkpoint:
+            # Of weights alone.
             return {}
         rank = self._ranks.rank
         holders = subgroup(self._ranks.groups.control, self._groups.holders(rank))
-        place, others = self._groups.place(rank), []
-        momenta = self._outer.momenta(keeps=rank == 0) if place.copy == 0 else {}
+        place, saved, others = self._groups.place(rank), dict(self._loaded_entries().get(OUTER, {})), []
+        if self._outer is not None:
+            momenta = self._outer.momenta(keeps=rank == 0) if place.copy == 0 else {}
+            saved = {"step": self._step, "momenta": momenta}
         if place.shard == 0:
-            others = gather_object(checkpoint.get("optimizer_states", []), holders)[1:]
-        return {OUTER: {"step": self._step, "momenta": momenta, "optimizer_states": others}}
+            others = gather_object(checkpoint["optimizer_states"], holders)[1:]
+        return {OUTER: {**saved, "optimizer_states": others}}
 
     def with_own_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """A loaded checkpoint with the optimizers of this group. With another number of groups, those of the first."""
@@ -224,45 +260,77 @@ class Meetings(Part):
                 log.error(f"{self._ranks.flag}: groups could not meet after step {self._step}. {advice}")
             raise
 
-    def _agree(self, signals: int) -> int:
+    def _agree(self, outer: OuterSteps, signals: int) -> int:
         """Logs how far each group has moved, and collects signals. All ranks get rank 0's buffers. Collective.
 
         Raises:
             RuntimeError: Parameters of a group are not finite.
         """
-        if self._outer is None:
-            return 0
-        number = self._groups.copies
-        message = torch.zeros(number + _SIGNAL_BITS, dtype=torch.float64)
-        message[self._groups.place(self._ranks.rank).copy] = self._outer.moved
-        message[number:] = torch.tensor([float(signals >> bit & 1) for bit in range(_SIGNAL_BITS)])
+        number, others = self._groups.copies, self._fingerprint()
+        message = torch.zeros(number + _SIGNAL_BITS + 1, dtype=torch.float64)
+        message[self._groups.place(self._ranks.rank).copy] = outer.moved
+        message[number:-1] = torch.tensor([float(signals >> bit & 1) for bit in range(_SIGNAL_BITS)])
+        message[-1] = not torch.equal(others, self._others)
         with self._meeting():
             self._ranks.control.all_reduce(message).wait()
             broadcast_buffers(self._module, self._ranks.groups.gradients)
-        self._outer.moved.zero_()
+            if message[-1]:
+                # Such as those of a teacher that follows the student.
+                broadcast_tensors(self._not_stepped(), self._ranks.groups.gradients)
+                others = self._fingerprint()
+        self._others = others
         self._log_norms(message[:number].sqrt())
+        outer.moved.zero_()
         return sum(1 << bit for bit in range(_SIGNAL_BITS) if message[number + bit])
+
+    def _not_stepped(self) -> list[Tensor]:
+        """The parameters that no optimizer has."""
+        slots = {} if self._engine is None else self._engine.slots
+        ignored = names_ignored_by_ddp(self._module)
+        return [one for name, one in self._module.named_parameters() if one not in slots and name not in ignored]
+
+    def _fingerprint(self) -> Tensor:
+        """A number for each of them, which shows a change. Writes through ``data`` change no version."""
+        sums = [one.detach().sum(dtype=torch.float64) for one in self._not_stepped() if not one.is_complex()]
+        return torch.stack(sums).cpu() if sums else torch.zeros(0)
 
     def _log_norms(self, norms: Tensor) -> None:
         found = {f"outer_norm/group_{group}": norm for group, norm in enumerate(norms.tolist())}
         for logger in self._trainer.loggers:
             logger.log_metrics(found, step=self._trainer.global_step)
-        lost = [group for group in range(len(norms)) if not norms[group].isfinite()]
-        if lost:
-            raise RuntimeError(
-                f"{self._ranks.flag}: group {lost[0]} ({self._ranks_of(lost[0])}) has parameters that are not finite"
-                f" after step {self._step}. Set a smaller learning rate, or nonfinite_grads='skip', and resume from the"
-                " last checkpoint."
-            )
-        for group in torch.nonzero(norms > _FARTHEST * norms.median()).flatten().tolist():
-            self._say(
-                f"group {group} ({self._ranks_of(group)}) moves more than {_FARTHEST} times as far as others between"
-                f" two meetings (outer_norm/group_{group}). It may diverge.",
-                True,
-            )
+        for group, norm in enumerate(norms):
+            name = f"group {group} ({names_of(list(self._groups.groups[group]))})"
+            if not norm.isfinite():
+                raise RuntimeError(
+                    f"{self._ranks.flag}: {name} has parameters that are not finite after step {self._step}. Set a"
+                    " smaller learning rate, or nonfinite_grads='skip', and resume from the last checkpoint."
+                )
+            if norm > _FARTHEST * norms.median():
+                self._say(
+                    f"{name} moves more than {_FARTHEST} times as far as others between two meetings"
+                    f" (outer_norm/group_{group}). It may diverge.",
+                    True,
+                )
 
-    def _ranks_of(self, group: int) -> str:
-        return names_of(list(self._groups.groups[group]))
+
+def _names(module: LightningModule) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def _check_averages(trainer: Trainer, module: LightningModule) -> None:
+    """Checks for callbacks and layers whose averages groups would each make for themselves.
+
+    Raises:
+        MisconfigurationException: There is one.
+    """
+    averaging = (StochasticWeightAveraging, WeightAveraging)
+    found = [type(one).__name__ for one in trainer.callbacks if isinstance(one, averaging)]
+    found += [type(one).__name__ for one in module.modules() if isinstance(one, nn.SyncBatchNorm)]
+    if found:
+        raise MisconfigurationException(
+            f"outer_every does not work with {found[0]}, whose averages need all ranks in each step. Leave out one of"
+            " the two."
+        )
 
 
 def check_meets(arguments: Mapping[str, Any]) -> None:

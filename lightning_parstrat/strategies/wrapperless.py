@@ -161,7 +161,7 @@ class EqualRanks(Part):
         self._are_due = True
         self._exist = False
         # Lightning skips the validation on ranks without a batch. They would miss the broadcasts of the other ranks.
-        self._validated_by_some = False
+        self.validated_by_some = False
 
     def begin(self) -> None:
         """Resets the state, as DDP does when it wraps a module."""
@@ -180,12 +180,12 @@ class EqualRanks(Part):
             return make_even(dataloader, self._ranks.control, allows_empty)
         if allows_empty and length is not None:
             most, least = extremes_over_ranks(length, self._ranks.control)
-            self._validated_by_some |= least == 0 < most
+            self.validated_by_some |= least == 0 < most
         return dataloader
 
     def before_validation_step(self) -> None:
         """Broadcasts the buffers if they are due, unless some ranks have no batch."""
-        if not self._validated_by_some:
+        if not self.validated_by_some:
             self.before_step()
 
     def before_step(self) -> None:
@@ -206,7 +206,7 @@ class EqualRanks(Part):
     @override
     def teardown(self) -> None:
         """Broadcasts nothing until the next training, and gives the user's `CombinedLoader` its own loaders again."""
-        self._exist = self._validated_by_some = False
+        self._exist = self.validated_by_some = False
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None:
             replace_loaders(trainer, users_own)

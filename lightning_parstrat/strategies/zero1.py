@@ -189,6 +189,20 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         # Lightning's wrappers are older than the shards. New wrappers have the methods of sharded optimizers.
         self.optimizers = self.optimizers
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepares a loader of training or evaluation. Collective.
+
+        Raises:
+            MisconfigurationException: Some ranks have nothing to validate, and groups meet before a validation.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if self._meetings is not None and self._equal.validated_by_some:
+            raise MisconfigurationException(
+                "outer_every needs a validation batch for each rank, and a rank has none. Give all ranks some samples."
+            )
+        return dataloader
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers in training. If new ones are set within the training, they are sharded. Collective then."""

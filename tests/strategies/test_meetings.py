@@ -14,14 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy
 from lightning_parstrat.core.footprint import Training, outer
 from lightning_parstrat.distributed.comm.means import dequantized, quantized
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from tests.comparing import assert_same, distance
 from tests.pool import RankError, RankPool
 from tests.strategies import zoo
@@ -73,7 +80,7 @@ CASES = {
 }
 
 
-TRAININGS = [*((name, 2, 1) for name in CASES), ("adamw", 4, 2), ("int8", 4, 2)]
+TRAININGS = [*((name, 2, 1) for name in CASES), ("adamw", 4, 2), ("int8", 4, 2), ("whole parameters", 4, 2)]
 
 
 def fit(case: Case, size: int, **arguments: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
@@ -222,7 +229,7 @@ def train_and_save(folder: str, size: int, every: int | None = None, **arguments
     resumes = {"ckpt_path": arguments.pop("ckpt_path", None)}
     trainer = make_trainer(
         zero1(shard_group=size, **{**OUTER, "outer_every": every or EVERY}),
-        callbacks=[notes, save],
+        callbacks=[notes, save, *arguments.pop("callbacks", [])],
         enable_checkpointing=True,
         val_check_interval=7,
         check_val_every_n_epoch=None,
@@ -364,6 +371,109 @@ def test_a_signal_is_answered_at_the_next_meeting(pool: RankPool, tmp_path: Path
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
+class Taught(zoo.MLP):
+    """A teacher that no optimizer has follows the student."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Linear(zoo.FEATURES, 33).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for one, student in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            one.data.lerp_(student.detach(), 0.5)
+
+
+class Unannounced(zoo.MLP):
+    """Manual optimization with a backward that Lightning does not know of."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.compute_loss(batch).backward()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+SPREADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a teacher": (Taught, {}),
+    "plain backward": (Unannounced, {}),
+    "two optimizers": (zoo.Adversarial, {}),
+    "bf16 parameters": (zoo.MLP, {"precision": "bf16-true"}),
+}
+
+
+def train_in_groups(name: str) -> list[Tensor]:
+    make, arguments = SPREADS[name]
+    return [one.detach() for one in train(make, zero1(shard_group=1, **OUTER), **arguments).module.parameters()]
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_all_ranks_end_with_the_same_parameters(pool: RankPool, name: str) -> None:
+    found = pool.run(2, train_in_groups, name)
+    assert_same(found[1], found[0])
+
+
+def search_and_train(folder: str) -> float:
+    """How far parameters are from where they began, after a search for a learning rate."""
+    search = LearningRateFinder(min_lr=1e-3, max_lr=3.0, num_training_steps=20, update_attr=False)
+    torch.manual_seed(0)
+    module = zoo.MLP(partial(torch.optim.SGD, lr=1e-6))
+    module.lr = 1e-6
+    before = [one.detach().clone() for one in module.parameters()]
+    trainer = make_trainer(zero1(shard_group=1, **OUTER), callbacks=[search], default_root_dir=folder)
+    trainer.fit(module, zoo.loader(SAMPLES * 2, BATCH, rank=dist.get_rank(), world_size=2))
+    return distance(list(module.parameters()), before)
+
+
+def test_a_search_for_a_learning_rate_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
+    assert all(0 < moved < 1e-4 for moved in pool.run(2, search_and_train, str(tmp_path)))
+
+
+class SavesFirst(Callback):
+    """Saves before the first step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(f"{self.folder}/again.ckpt")
+        trainer.save_checkpoint(f"{self.folder}/weights.ckpt", weights_only=True)
+
+
+def resume_and_save(folder: str, path: str) -> None:
+    train_and_save(folder, 1, ckpt_path=path, callbacks=[SavesFirst(folder)])
+
+
+def test_a_save_before_the_first_step_of_a_resumed_training_has_the_momentum(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, train_and_save, str(tmp_path), 1)
+    (path,) = tmp_path.glob("*.ckpt")
+    pool.run(2, resume_and_save, str(tmp_path / "again"), str(path))
+    first, again = (torch.load(one, weights_only=True)[CHECKPOINT_KEY] for one in (path, tmp_path / "again/again.ckpt"))
+    assert first["outer"]["momenta"] and first["outer"]["step"] == 7
+    assert_same(again["outer"], first["outer"])
+    assert "outer" not in torch.load(tmp_path / "again/weights.ckpt", weights_only=True)[CHECKPOINT_KEY]
+
+
+class Raises(Callback):
+    """Ranks raise in different steps, and a callback saves then."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4 + trainer.global_rank:
+            raise KeyError("by the program")
+
+
+def save_after_exceptions(folder: str) -> list[str]:
+    saves = OnExceptionCheckpoint(folder)
+    strategy = zero1(shard_group=1, **{**OUTER, "outer_every": 8}, bucket_cap_mb=25)
+    with pytest.raises(KeyError):
+        train(zoo.MLP, strategy, callbacks=[Raises(), saves], enable_checkpointing=True)
+    return [one.name for one in Path(folder).iterdir()]
+
+
+def test_nothing_is_saved_if_groups_stop_after_different_steps(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, save_after_exceptions, str(tmp_path)) == [[], []]
+
+
 class Diverges(zoo.MLP):
     """The learning rate of one rank is too large, or infinite."""
 
@@ -375,6 +485,23 @@ class Diverges(zoo.MLP):
 
 class Explodes(Diverges):
     factor = float("inf")
+
+
+class OneElement(zoo.MLP):
+    """One element of a rank's gradients is infinite."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2 and dist.get_rank() >= 2:
+            self.net[0].weight.data[0, 0] = float("inf")
+
+
+def train_with_an_infinity() -> None:
+    train(OneElement, zero1(shard_group=2, **{**OUTER, "outer_every": 6}))
+
+
+def test_an_infinity_in_a_part_of_a_group_ends_all_ranks(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=re.escape("group 1 (ranks 2, 3) has parameters that are not finite")):
+        pool.run(4, train_with_an_infinity)
 
 
 def train_apart(cls: type[zoo.Zoo], folder: str) -> list[str]:
@@ -420,6 +547,9 @@ def train_refused(name: str) -> None:
     strategy = zero1(shard_group=1, **OUTER)
     if name == "stream":
         make_trainer(strategy).fit(zoo.MLP(), DataLoader(zoo.Stream(zoo.Samples(8).data), batch_size=2))
+    elif name in ("ema", "swa"):
+        average = EMAWeightAveraging() if name == "ema" else StochasticWeightAveraging(swa_lrs=0.1)
+        train(zoo.MLP, strategy, callbacks=[average])
     elif name == "lbfgs":
         train(lambda: zoo.MLP(torch.optim.LBFGS), strategy)
     else:
@@ -432,6 +562,8 @@ def train_refused(name: str) -> None:
         ("stream", "outer_every needs training loaders that know their lengths"),
         ("lbfgs", "outer_every needs optimizers whose state is sharded"),
         ("complex", "and real parameters"),
+        ("ema", "outer_every does not work with EMAWeightAveraging, whose averages need all ranks"),
+        ("swa", "outer_every does not work with StochasticWeightAveraging"),
     ],
 )
 def test_a_training_in_which_groups_cannot_meet_is_refused(pool: RankPool, name: str, message: str) -> None:

@@ -29,7 +29,8 @@ def mean_over_ranks(values: Tensor, sums: Collectives, gathers: Collectives, sen
         sent_in: ``"int8"`` sends a fourth of the bytes of fp32, ``"bf16"`` half, None the dtype of ``values``.
     """
     ranks, rank, numel = sums.world_size, sums.rank, values.numel()
-    if ranks == 1:
+    # A rank may own no element of a bucket.
+    if ranks == 1 or not numel:
         return values
     unit = ranks * (BLOCK if sent_in == "int8" else 1)
     padded = values.new_zeros(-(-numel // unit) * unit)

@@ -2,23 +2,26 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1. Buckets take
 turns, as the fragments of "Streaming DiLoCo" (2025) do, and are sent while the next step computes. A meeting takes the
-mean over groups of how far each has moved a bucket, and gives it to ``torch.optim.SGD`` as a gradient. Each rank then
-has the stepped global parameters, and on top what its group has stepped meanwhile.
+mean over groups of how far each has moved a bucket, as a gradient for SGD with Nesterov's momentum. Each rank then has
+the stepped global parameters, and on top what its group has stepped meanwhile.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.policy import OuterPolicy
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.means import mean_over_ranks
-from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, set_aside
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
 
-_MOMENTUM = "momentum_buffer"
+_LEFT_OPEN: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Process groups in which a training has left a meeting that was not finished. Its messages may still arrive."""
 
 
 class OuterSteps:
@@ -31,19 +34,34 @@ class OuterSteps:
         sums: Collectives of the ranks that have the same shards as this one, one of each group.
         gathers: Those of another process group.
         gatherer: Gathers parameters within a group.
+        names: The names of the parameters.
+        momenta: Those that :meth:`momenta` has returned in an earlier training, by names. They may be empty.
+
+    Raises:
+        RuntimeError: An earlier training of these processes has ended within a meeting.
     """
 
     def __init__(
-        self, policy: OuterPolicy, sums: Collectives, gathers: Collectives, gatherer: ParameterGatherer
+        self,
+        policy: OuterPolicy,
+        sums: Collectives,
+        gathers: Collectives,
+        gatherer: ParameterGatherer,
+        names: Mapping[Tensor, str],
+        momenta: Mapping[str, Tensor],
     ) -> None:
+        if sums.group in _LEFT_OPEN:
+            raise RuntimeError(
+                "An earlier training of these processes has ended while groups were meeting (outer_every), so that"
+                " messages may still be on their way. Start new processes, and resume from the last checkpoint."
+            )
         self._policy, self.sums, self.gathers, self._gatherer = policy, sums, gathers, gatherer
+        self._names, self._loaded = dict(names), momenta
         self._threads = ExchangeThreads("meeting of groups")
         self._meeting: dict[ParameterBucket, tuple[Tensor, Exchange]] = {}
         """What was sent, and the mean over groups in flight."""
         self._global: dict[ParameterBucket, Tensor] = {}
-        self._momenta: Mapping[str, Tensor] = {}
-        self._names: Mapping[Tensor, str] = {}
-        self._optimizer: torch.optim.SGD | None = None
+        self._momentum: dict[ParameterBucket, Tensor] = {}
         self.moved = torch.zeros((), dtype=torch.float64)
         """The square of how far this rank's shards had moved at their meetings. Set it back to 0 as you like."""
 
@@ -52,28 +70,28 @@ class OuterSteps:
         """The buckets, in the order in which they were adopted."""
         return list(self._global)
 
+    @torch.no_grad()
     def adopt(self, buckets: Sequence[ParameterBucket], names: Mapping[Tensor, str]) -> None:
         """Copies the parameters of new buckets, before their first step.
 
         Args:
             buckets: All buckets.
-            names: The names of the parameters.
+            names: The names of their parameters.
         """
-        new = [bucket for bucket in buckets if bucket not in self._global]
-        if not new:
-            return
-        self._names = names
+        self._names.update(names)
         self._gatherer.finish()
-        for bucket in new:
+        for bucket in buckets:
+            if bucket in self._global:
+                continue
             bucket.take_over_changes()
-            self._global[bucket] = _stepped(bucket).to(bucket.sum_dtype, copy=True)
-            group = {"params": [self._global[bucket]]}
-            if self._optimizer is None:
-                lr, momentum = self._policy.outer_lr, self._policy.outer_momentum
-                self._optimizer = torch.optim.SGD([group], lr=lr, momentum=momentum, nesterov=momentum > 0)
-            else:
-                self._optimizer.add_param_group(group)
-            self._restore_momentum(bucket)
+            held = self._global[bucket] = _stepped(bucket).to(bucket.sum_dtype, copy=True)
+            if not self._policy.outer_momentum:
+                continue
+            momentum = self._momentum[bucket] = torch.zeros_like(held)
+            for slot in bucket.slots:
+                loaded = self._loaded.get(self._names[slot.parameter])
+                if loaded is not None:
+                    slot.view_into_shard(momentum).copy_(slot.part_of(loaded))
 
     @torch.no_grad()
     def launch(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -99,25 +117,38 @@ class OuterSteps:
     @torch.no_grad()
     def finish(self) -> None:
         """Ends the meeting that was begun: steps the global parameters, and gives them to all ranks. Collective."""
-        if not self._meeting or self._optimizer is None:
+        if not self._meeting:
             return
         self._gatherer.finish()
-        meeting, self._meeting = self._meeting, {}
-        for bucket, (_, exchange) in meeting.items():
+        for bucket, (sent, exchange) in self._meeting.items():
             self.sums.wait(exchange)
             mean = exchange.wait()
             # If a group has diverged, others stay as they are: `moved` shows which group it is.
-            self._global[bucket].grad = mean if mean.isfinite().all() else None
-        has_met = [bucket for bucket in meeting if self._global[bucket].grad is not None]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        for bucket in has_met:
-            bucket.take_over_changes()
-            stepped, (sent, _) = _stepped(bucket), meeting[bucket]
-            # Without steps meanwhile, the global parameters themselves: a sum would round.
-            stepped.copy_(torch.where(stepped == sent, self._global[bucket], self._global[bucket] + (stepped - sent)))
+            if mean.isfinite().all():
+                self._step(bucket, mean, sent)
+            # In any case: another rank of the group may have a shard without NaN.
             self._gatherer.launch(bucket)
+        self._meeting = {}
         self._gatherer.finish_prompt()
+
+    def _step(self, bucket: ParameterBucket, moved: Tensor, sent: Tensor) -> None:
+        held, momentum = self._global[bucket], self._momentum.get(bucket)
+        if momentum is not None:
+            # Nesterov's momentum, as in `torch.optim.SGD`.
+            momentum.mul_(self._policy.outer_momentum).add_(moved)
+            moved = moved + self._policy.outer_momentum * momentum
+        held.sub_(moved, alpha=self._policy.outer_lr)
+        bucket.take_over_changes()
+        stepped = _stepped(bucket)
+        # Without steps meanwhile, the global parameters themselves: a sum would round.
+        stepped.copy_(torch.where(stepped == sent, held, held + (stepped - sent)))
+
+    def abandon(self) -> None:
+        """Drops a meeting that other ranks may not finish. Not collective."""
+        if self._meeting:
+            set_aside([exchange.in_flight for _, exchange in self._meeting.values()])
+            _LEFT_OPEN.add(self.sums.group)
+        self._meeting = {}
 
     def momenta(self, keeps: bool) -> dict[str, Tensor]:
         """The momentum of each parameter, whole, in host memory. Collective within the group.
@@ -126,35 +157,13 @@ class OuterSteps:
             keeps: Whether this rank gets it. Other ranks get nothing.
         """
         found: dict[str, Tensor] = {}
-        for bucket, held in self._global.items():
-            momentum = None if self._optimizer is None else self._optimizer.state[held].get(_MOMENTUM)
-            # The same on all ranks: a bucket has met on all of them, or on none.
-            if momentum is None:
-                continue
+        for bucket, momentum in self._momentum.items():
             buffer = momentum.new_zeros(bucket.layout.numel)
             bucket.shard_of(buffer).copy_(momentum)
             self._gatherer.collectives.all_gather(buffer, bucket.layout.bounds).wait()
             for slot in bucket.slots if keeps else ():
                 found[self._names[slot.parameter]] = slot.view_into(buffer).clone().cpu()
         return found
-
-    def load(self, momenta: Mapping[str, Tensor]) -> None:
-        """Takes momenta that :meth:`momenta` has returned. Call it before :meth:`adopt`.
-
-        Args:
-            momenta: By the names of the parameters.
-        """
-        self._momenta = momenta
-
-    def _restore_momentum(self, bucket: ParameterBucket) -> None:
-        found = {
-            slot: self._momenta[name] for slot in bucket.slots if (name := self._names[slot.parameter]) in self._momenta
-        }
-        if found and self._optimizer is not None:
-            held = self._global[bucket]
-            momentum = self._optimizer.state[held][_MOMENTUM] = torch.zeros_like(held)
-            for slot, whole in found.items():
-                slot.view_into_shard(momentum).copy_(slot.part_of(whole))
 
 
 def _stepped(bucket: ParameterBucket) -> Tensor:

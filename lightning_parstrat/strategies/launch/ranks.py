@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agreement import wait_for_all
+from lightning_parstrat.distributed.comm.agreement import all_have_same, wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -85,6 +85,8 @@ class Ranks(Part):
         """Returns how many ranks a pipeline has, for a number of all ranks. These have the same data."""
         self.group: Sequence[int] = ()
         """The ranks that train each step with this one, if groups of ranks train alone."""
+        self.steps_of_group: Callable[[], int] = int
+        """Returns how many steps this rank's group has made."""
         self._timeout = timeout
         self._policy = policy
         self._module_called = module_called
@@ -245,7 +247,11 @@ class Ranks(Part):
         if not self.is_interrupted or self.world_size == 1:
             return []
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return self._liveness.missing("save after an exception") or (others if self._has_aborted else [])
+        missing: list[int] = self._liveness.missing("save after an exception")
+        if not missing and self.group and not all_have_same(self.steps_of_group(), self.control):
+            # Groups that train alone cannot meet after different steps.
+            return others
+        return missing or (others if self._has_aborted else [])
 
     @override
     def teardown(self) -> None:
