@@ -84,10 +84,8 @@ class Meetings(Part):
         """
         topology = topology_of_ranks(self._strategy.node_rank, self._ranks.control)
         self._groups = ShardGroups.chosen(self._policy.shard_group, topology)
-        self._ranks.group, self._ranks.steps_of_group = (
-            self._groups.mates(self._ranks.rank),
-            partial(getattr, self, "steps"),
-        )
+        self._ranks.group = self._groups.mates(self._ranks.rank)
+        self._ranks.steps_of_group = partial(getattr, self, "steps")
 
     def begin(self, engine: ShardedDataParallel) -> None:
         """Prepares for optimizers that were sharded. Collective.
