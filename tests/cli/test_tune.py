@@ -1,16 +1,26 @@
 """Programs that are run under each strategy: what is predicted, measured, left out and written."""
 
+import json
+import os
+import platform
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_parstrat import AutoStrategy
 from lightning_parstrat.cli.main import main
 from lightning_parstrat.cli.tune import _speeds, candidates
+from tests.pool import RankPool
 from tests.scripts import run_python, run_script
+from tests.strategies import zoo
+from tests.strategies.parity import train
+from tests.strategies.test_report import listening
 
 PROGRAM = """
 import torch
@@ -123,12 +133,26 @@ def test_another_program_is_refused(
     assert message in said and "The program must be a LightningCLI's" in said
 
 
+def lines_of_choice(path: str, parameters: int) -> list[str]:
+    measured = {"measured": "2026-01-02", "seconds": 0.5, "parameters": parameters, "precision": "32-true"}
+    measured |= {"nodes": 1, "devices": 2, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    strategy = {"class_path": "lightning_parstrat.ZeRO1Strategy", "init_args": {"bucket_cap_mb": 1.0}}
+    text = f"# {json.dumps(measured)}\n{yaml.safe_dump({'trainer': {'strategy': strategy}})}"
+    Path(f"{path}-{dist.get_rank()}").write_text(text)
+    with listening() as lines:
+        train(zoo.MLP, AutoStrategy(path=f"{path}-{dist.get_rank()}"), max_steps=1)
+    return [line for line in lines if "measured" in line]
+
+
+def test_a_fit_says_what_was_chosen_and_warns_of_another_training(pool: RankPool, tmp_path: Path) -> None:
+    count = sum(one.numel() for one in zoo.MLP().parameters())
+    (same, *_), (other, *_) = (pool.run(2, lines_of_choice, str(tmp_path / "c"), number) for number in (count, 7))
+    assert len(same) == 1 and "measured 2026-01-02: 0.500 s per step" in same[0]
+    assert len(other) == 2 and f"here there are parameters {count}, not 7. Run" in other[1]
+
+
 @pytest.mark.parametrize("text", ["", "trainer:\n  strategy: zero1_custom\n", '# {"seconds": 1}\ntrainer: {}\n'])
 def test_a_file_that_tune_has_not_written_is_refused(tmp_path: Path, text: str) -> None:
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    from lightning_parstrat import AutoStrategy
-
     (tmp_path / "chosen.yaml").write_text(text)
     with pytest.raises(MisconfigurationException, match=re.escape("lightning-parstrat tune -- python main.py fit")):
         AutoStrategy(path=tmp_path / "chosen.yaml")
