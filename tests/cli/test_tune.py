@@ -71,7 +71,9 @@ def write_program(folder: Path, **model: Any) -> list[str]:
 @pytest.mark.slow
 def test_the_fastest_is_written_and_trained(tmp_path: Path) -> None:
     program = write_program(tmp_path, fails="TunedDDPStrategy")
-    found = run_python(["-m", "lightning_parstrat.cli.main", "tune", "--steps", "25", "--", *program], tmp_path)
+    found = run_python(
+        ["-m", "lightning_parstrat.cli.main", "tune", "--steps", "25", "--", *program], tmp_path, timeout=600.0
+    )
     assert found.returncode == 0, found.stderr
     rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
     assert re.search(r"zero3_custom +\d\.\d{3} s +\d\.\d{3} s", rows["zero3_custom"])
