@@ -102,12 +102,12 @@ def run(arguments: Namespace) -> int:
         if _SLACK * speeds.predicted(one) > min(times.values()):
             rows.append(_row(one, speeds, "left out: its prediction is slower than the best"))
             continue
-        found = _measure(one, arguments, first["accumulate"])
+        found = _measure(one, arguments, first["accumulate_grad_batches"])
         rows.append(_row(one, speeds, found))
         if not isinstance(found, str):
             times[one] = found["seconds"]
     best = min(times, key=lambda one: times[one])
-    again = _measure(best, arguments, first["accumulate"])
+    again = _measure(best, arguments, first["accumulate_grad_batches"])
     rows.append(_row(best, speeds, again))
     if not isinstance(again, str):
         times[best] = (times[best] + again["seconds"]) / 2
@@ -129,7 +129,7 @@ def candidates(first: dict[str, Any]) -> list[Candidate]:
         parameters=first["parameters"],
         nodes=nodes,
         devices=devices,
-        micro_batches=first["accumulate"],
+        micro_batches=first["accumulate_grad_batches"],
         precision=first["precision"] if first["precision"] in PRECISIONS else "32-true",
     )
     of_zero1, of_zero3 = zero1(training), zero3(training)
@@ -156,7 +156,7 @@ def candidates(first: dict[str, Any]) -> list[Candidate]:
 
 def _speeds(own: Candidate, first: dict[str, Any]) -> "_Speeds":
     """How fast ranks compute and send, as far as a run of ``zero1_custom`` shows it."""
-    waiting, accumulate = first["waiting"] or 0.0, first["accumulate"]
+    waiting, accumulate = first["waiting"] or 0.0, first["accumulate_grad_batches"]
     compute = first["seconds"] * (1 - waiting)
     if waiting < _SEEN:
         return _Speeds(compute, _FASTEST, accumulate)
@@ -238,8 +238,10 @@ def _end(group: int) -> None:
 def _write(path: Path, one: Candidate, seconds: float, first: dict[str, Any]) -> None:
     """Writes a configuration of the Trainer. Its first line has what it was measured for."""
     kept = {key: first[key] for key in ("parameters", "precision", "nodes", "devices", "machine")}
+    # If only the strategy is taken from the file, a training may accumulate otherwise.
+    kept["accumulate_grad_batches"] = one.windows * first["accumulate_grad_batches"]
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     measured = json.dumps({"measured": now, "seconds": round(seconds, 4), **kept})
-    text = yaml.safe_dump({"trainer": _section(one, first["accumulate"])}, sort_keys=False)
+    text = yaml.safe_dump({"trainer": _section(one, first["accumulate_grad_batches"])}, sort_keys=False)
     path.write_text(f"# {measured}\n{text}")
     print(f"wrote {path}", file=sys.stderr)

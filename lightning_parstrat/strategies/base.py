@@ -137,24 +137,15 @@ class ComposedStrategy(DDPStrategy):
         )
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
-        self._checkpoints = Checkpoints(
-            self,
-            self._ranks,
-            policy,
-            self._make_training_state(),
-            self._resume,
-            self._synchronize_parameters,
-            self._entries,
-        )
+        state, synchronize = self._make_training_state(), self._synchronize_parameters
+        self._checkpoints = Checkpoints(self, self._ranks, policy, state, self._resume, synchronize, self._entries)
         self._accumulation = Accumulation(self, self._ranks, policy, hooks)
         self._parts: list[Part] = [
             self._ranks,
             self._resume,
             self._checkpoints,
             self._accumulation,
-            Preemption(
-                self, self._ranks, self._resume, self.wait_for_saves, self._end_step, self._synchronize_parameters
-            ),
+            Preemption(self, self._ranks, self._resume, self.wait_for_saves, self._end_step, synchronize),
             self._fit_report,
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""

@@ -19,7 +19,12 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import OuterPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agreement import check_agreement, gather_object, topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import (
+    all_have_same,
+    check_agreement,
+    gather_object,
+    topology_of_ranks,
+)
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.liveness import is_of_a_collective, names_of
@@ -104,7 +109,8 @@ class Meetings(Part):
         Not earlier: a callback may search for a learning rate, and restore the parameters.
 
         Raises:
-            MisconfigurationException: A callback or a layer is for ranks that train each step together.
+            MisconfigurationException: A callback or a layer is for ranks that train each step together. Or an earlier
+                training of these processes has left groups apart.
         """
         module, engine, device = self._module, self._engine, self._strategy.root_device
         if engine is None:
@@ -112,17 +118,24 @@ class Meetings(Part):
         _check_averages(self._trainer, module)
         saved, holders = self._loaded_entries().get(OUTER, {}), self._groups.holders(self._ranks.rank)
         sums, gathers = (make_collectives(subgroup(one, holders), device) for one in self._ranks.groups[:2])
+        self._outer = OuterSteps(self._policy, sums, gathers, engine.gatherer, _names(module), saved.get("momenta", {}))
+        # After the same step, all messages have arrived. After different ones, some would be taken for new ones.
+        if not all_have_same(self._outer.left_open, self._ranks.control):
+            raise MisconfigurationException(
+                "An earlier training of these processes has ended while groups were meeting (outer_every), after"
+                " different steps. Start new processes, and resume from the last checkpoint."
+            )
         sums.connect(device)
         gathers.connect(device, reduces=False)
-        self._outer = OuterSteps(self._policy, sums, gathers, engine.gatherer, _names(module), saved.get("momenta", {}))
         self._step, self._apart = saved.get("step", 0), set()
         self.adopt_parameters()
         self._others = self._fingerprint()
         number, every, policy = self._groups.copies, self._policy.outer_every, self._policy
+        often = "after each step" if every == 1 else f"every {every} steps"
         self._say(
-            f"{counted(number, 'group')} of {counted(self._groups.size, 'rank')} train alone, and meet every"
-            f" {counted(every or 1, 'step')} (outer_lr={policy.outer_lr}, outer_momentum={policy.outer_momentum}):"
-            " results differ from those of `ddp`.",
+            f"{counted(number, 'group')} of {counted(self._groups.size, 'rank')} train alone, and meet {often}"
+            f" (outer_lr={policy.outer_lr}, outer_momentum={policy.outer_momentum}): results differ from those of"
+            " `ddp`.",
             False,
         )
 
@@ -217,7 +230,7 @@ class Meetings(Part):
     def teardown(self) -> None:
         """Ends the training. What a checkpoint has of it can still be saved."""
         if self._outer is not None:
-            self._outer.abandon()
+            self._outer.abandon(self._step)
         self._engine, self._ranks.group = None, ()
 
     def entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,14 +116,13 @@ class Report(Part):
 
     def _measured(self, moments: Sequence[_Moment]) -> dict[str, Any]:
         """What ``lightning-parstrat tune`` reads."""
-        steps, trainer, strategy = list(pairwise(moments)), self._trainer, self._strategy
+        steps, strategy = list(pairwise(moments)), self._strategy
         seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
         waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
         seen = self._traffic() is not None and strategy.root_device.type != "cuda"
         return {
             "seconds": seconds,
             "waiting": waiting if seen else None,
-            "accumulate": trainer.accumulate_grad_batches,
             **measured_for(self._module, strategy),
         }
 
@@ -138,6 +137,7 @@ def measured_for(module: LightningModule, strategy: DDPStrategy) -> dict[str, An
     return {
         "parameters": sum(one.numel() for one in module.parameters() if one.requires_grad),
         "precision": str(module.trainer.precision),
+        "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
         "nodes": strategy.num_nodes,
         "devices": strategy.world_size // strategy.num_nodes,
         "machine": torch.cuda.get_device_name()

@@ -80,7 +80,10 @@ CASES = {
 }
 
 
-TRAININGS = [*((name, 2, 1) for name in CASES), ("adamw", 4, 2), ("int8", 4, 2), ("whole parameters", 4, 2)]
+TRAININGS = [(name, 2, 1) for name in CASES] + [
+    *(("adamw", 4, 2), ("int8", 4, 2), ("whole parameters", 4, 2)),
+    *(("sgd", 3, 1), ("int8", 3, 1)),
+]
 
 
 def fit(case: Case, size: int, **arguments: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
@@ -350,7 +353,7 @@ class Ends(Callback):
     """One rank gets a signal to end within a step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 and trainer.global_rank == 1:
+        if batch_idx == 3 and trainer.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -366,8 +369,10 @@ def train_until_signal(folder: str) -> tuple[str, int, list[str]]:
 
 
 def test_a_signal_is_answered_at_the_next_meeting(pool: RankPool, tmp_path: Path) -> None:
-    for code, step, _ in pool.run(2, train_until_signal, str(tmp_path)):
+    found = pool.run(2, train_until_signal, str(tmp_path))
+    for code, step, _ in found:
         assert (code, step) == (str(128 + signal.SIGTERM), 6)
+    assert any("The training is saved when groups meet, after 2 more steps" in line for line in found[0][2])
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
@@ -472,6 +477,17 @@ def save_after_exceptions(folder: str) -> list[str]:
 
 def test_nothing_is_saved_if_groups_stop_after_different_steps(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, save_after_exceptions, str(tmp_path)) == [[], []]
+
+
+def train_after_exceptions() -> None:
+    with pytest.raises(KeyError):
+        train(zoo.MLP, zero1(shard_group=1, **OUTER), callbacks=[Raises()])
+    train(zoo.MLP, zero1(shard_group=1, **OUTER))
+
+
+def test_processes_that_stopped_within_a_meeting_train_no_more(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="ended while groups were meeting"):
+        pool.run(2, train_after_exceptions)
 
 
 class Diverges(zoo.MLP):

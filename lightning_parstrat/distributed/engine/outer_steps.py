@@ -20,8 +20,8 @@ from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, 
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
 
-_LEFT_OPEN: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Process groups in which a training has left a meeting that was not finished. Its messages may still arrive."""
+_LEFT_OPEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+"""After which step a training has left a meeting open, by the process group of its messages."""
 
 
 class OuterSteps:
@@ -36,9 +36,6 @@ class OuterSteps:
         gatherer: Gathers parameters within a group.
         names: The names of the parameters.
         momenta: Those that :meth:`momenta` has returned in an earlier training, by names. They may be empty.
-
-    Raises:
-        RuntimeError: An earlier training of these processes has ended within a meeting.
     """
 
     def __init__(
@@ -50,11 +47,6 @@ class OuterSteps:
         names: Mapping[Tensor, str],
         momenta: Mapping[str, Tensor],
     ) -> None:
-        if sums.group in _LEFT_OPEN:
-            raise RuntimeError(
-                "An earlier training of these processes has ended while groups were meeting (outer_every), so that"
-                " messages may still be on their way. Start new processes, and resume from the last checkpoint."
-            )
         self._policy, self.sums, self.gathers, self._gatherer = policy, sums, gathers, gatherer
         self._names, self._loaded = dict(names), momenta
         self._threads = ExchangeThreads("meeting of groups")
@@ -143,12 +135,21 @@ class OuterSteps:
         # Without steps meanwhile, the global parameters themselves: a sum would round.
         stepped.copy_(torch.where(stepped == sent, held, held + (stepped - sent)))
 
-    def abandon(self) -> None:
-        """Drops a meeting that other ranks may not finish. Not collective."""
+    def abandon(self, step: int) -> None:
+        """Drops a meeting that other ranks may not finish. Not collective.
+
+        Args:
+            step: The number of steps so far.
+        """
         if self._meeting:
             set_aside([exchange.in_flight for _, exchange in self._meeting.values()])
-            _LEFT_OPEN.add(self.sums.group)
+            _LEFT_OPEN[self.sums.group] = step
         self._meeting = {}
+
+    @property
+    def left_open(self) -> int:
+        """After which step an earlier training of these processes has left a meeting open. -1 if none has."""
+        return _LEFT_OPEN.get(self.sums.group, -1)
 
     def momenta(self, keeps: bool) -> dict[str, Tensor]:
         """The momentum of each parameter, whole, in host memory. Collective within the group.
