@@ -51,6 +51,7 @@ def make_parser() -> ArgumentParser:
     add("--reserve", type=float, default=0.2, help="part of the memory left for activations")
     add("--bandwidth", help="of a node's link, such as 100Gbit; shows how long sending takes")
     add("--compute-seconds", type=float, help="time of one process's step alone, to predict step times")
+    add("--loader-seconds", type=float, default=0.0, help="time for which that step waits for its loader")
     add("--shard-group", default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add(
         "--tensor-parallel",
@@ -267,21 +268,24 @@ def _bytes_per_second(text: str) -> float:
 
 
 def _row(one: Footprint, room: float | None, rate: float | None, arguments: Namespace) -> dict[str, Any]:
-    seconds = None
-    if rate is not None and arguments.compute_seconds is not None:
-        seconds = one.step_seconds(arguments.compute_seconds, rate, arguments.accumulate)
+    seconds, wire, compute, loads = None, None, arguments.compute_seconds, arguments.loader_seconds
+    # The ranks of a pipeline, and those that share layers, train one batch together.
+    of_batch = one.stages * one.sharing
+    if rate is not None:
+        wire = one.on_link / rate
+    if rate is not None and compute is not None:
+        seconds = loads + one.step_seconds(compute, rate, arguments.accumulate)
     return {
         "strategy": one.strategy,
         "peak_bytes": round(one.peak),
         "held_bytes": round(one.held),
         "accumulating_bytes": round(one.accumulating) if arguments.accumulate > 1 else None,
         "sent_bytes": round(one.sent),
-        "wire_seconds": None if rate is None else one.on_link / rate,
+        "wire_seconds": wire,
         "step_seconds": seconds,
-        # The ranks of a pipeline, and those that share layers, train one batch together.
-        "speed_up": None
-        if seconds is None
-        else arguments.world_size / (one.stages * one.sharing) * arguments.compute_seconds / seconds,
+        "loading": None if seconds is None or not loads else loads / seconds,
+        "computing_per_sending": compute / of_batch / wire if compute is not None and wire else None,
+        "speed_up": None if seconds is None else arguments.world_size / of_batch * (compute + loads) / seconds,
         "fits": None if room is None else one.peak <= room,
     }
 
@@ -296,8 +300,11 @@ def _table(rows: list[dict[str, Any]], room: float | None) -> str:
         "sent per step": ("sent_bytes", amount),
         "on the wire": ("wire_seconds", seconds),
         "step": ("step_seconds", seconds),
+        "loading": ("loading", "{:.0%}".format),
+        "computing / sending": ("computing_per_sending", "{:.3g}".format),
         "times one device": ("speed_up", "{:.3g}".format),
         f"fits in {amount(room or 0)}": ("fits", lambda fits: "yes" if fits else "no"),
     }
     known = {name: column for name, column in columns.items() if rows[0][column[0]] is not None}
-    return table([list(known), *([show(row[key]) for key, show in known.values()] for row in rows)])
+    shown = [["" if row[key] is None else show(row[key]) for key, show in known.values()] for row in rows]
+    return table([list(known), *shown])

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_parstrat.cli.text import UsageError, positive, table
-from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, pipeline, zero1, zero3
-from lightning_parstrat.core.grid import Grid
+from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, grids, pipeline, zero1, zero3
 from lightning_parstrat.core.tuning import MEASURES
+from lightning_parstrat.core.wording import amount
 
 _DESCRIPTION = """
 Runs a LightningCLI's program for some steps under each strategy that keeps its results, without checkpoints, loggers
@@ -28,8 +28,9 @@ and validation. Shows predicted and measured times of a step, and writes the fas
   lightning-parstrat tune -- python main.py fit --config c.yaml
   python main.py fit --config c.yaml --config chosen.yaml
 
-The first run shows how fast ranks compute and send. Other strategies run in the order of their predicted times. If a
-prediction is slower than the best measured time, the strategy is left out. On a cluster, the program after `--` must
+The first run shows how fast ranks load, compute and send, and their memory. It is one under zero1_custom, or else under
+zero3_custom. Other strategies run in the order of their predicted times. If a prediction is slower than the best
+measured time, or does not fit, the strategy is left out. On a cluster, the program after `--` must
 start all ranks, as `srun python main.py fit ...` does within an allocation.
 """
 _SLACK = 0.85
@@ -40,35 +41,67 @@ _SEEN = 0.02
 
 _FASTEST = 1e15
 
+_NO_TIMES = "it has written no times"
+
+_UNKNOWN = Training(parameters=1)
+
+_HEADER = ["strategy", "predicted", "measured", "times one device", "loading", "waiting", ""]
+
 
 class Candidate(NamedTuple):
     """A strategy to run.
 
     Attributes:
-        name: Its flag, with what is set.
         strategy: Its class.
+        footprint: What it holds and sends.
         arguments: Its arguments.
-        footprint: What it sends.
         windows: How many batches it accumulates instead of one, so that a step keeps its samples.
     """
 
-    name: str
     strategy: str
-    arguments: tuple[tuple[str, Any], ...]
     footprint: Footprint
+    arguments: tuple[tuple[str, Any], ...] = ()
     windows: int = 1
 
+    @property
+    def name(self) -> str:
+        """Its flag, and what is set."""
+        return ", ".join([self.footprint.strategy.split()[0], *(f"{key}={value}" for key, value in self.arguments)])
 
-class _Speeds(NamedTuple):
-    """Seconds of computing in a rank's step, bytes a second of a link, and micro-batches of a step."""
+
+class _Costs(NamedTuple):
+    """What predictions are made of, as far as the first run shows it.
+
+    Attributes:
+        compute: Seconds of computing in a rank's step.
+        loading: Seconds in which it waits for the loader.
+        rate: Bytes a second of a link.
+        accumulate: Micro-batches of a step.
+        rest: Bytes of memory that its footprint does not explain, such as activations.
+        memory: Bytes of memory that a rank can have.
+        ranks: The number of all ranks.
+    """
 
     compute: float
+    loading: float
     rate: float
     accumulate: int
+    rest: float
+    memory: float
+    ranks: int
 
     def predicted(self, one: Candidate) -> float:
         """Seconds of a step."""
-        return one.footprint.step_seconds(one.windows * self.compute, self.rate, self.accumulate)
+        sends = one.footprint.step_seconds(one.windows * self.compute, self.rate, self.accumulate)
+        return one.windows * self.loading + sends
+
+    def needs(self, one: Candidate) -> float:
+        """Bytes of a rank's memory."""
+        return one.footprint.peak + self.rest
+
+    def speed_up(self, seconds: float) -> float:
+        """How many times as fast as one device a step is that takes so long."""
+        return self.ranks * (self.compute + self.loading) / seconds
 
 
 def make_parser() -> ArgumentParser:
@@ -91,94 +124,129 @@ def run(arguments: Namespace) -> int:
         raise UsageError("write the program of a LightningCLI after `--`, such as `-- python main.py fit -c c.yaml`.")
     if arguments.steps < 25:
         raise UsageError(f"--steps {arguments.steps}: times of fewer than 25 steps are not reliable.")
-    first = _measure(Candidate("zero1_custom", "ZeRO1Strategy", (), zero1(Training(parameters=1))), arguments, 1)
-    if isinstance(first, str):
-        print(f"zero1_custom could not be run: {first}\nThe program must be a LightningCLI's, and train by it.")
+    rows: list[list[str]] = []
+    first = _first_run(arguments, rows)
+    if first is None:
+        print(table([_HEADER, *rows]))
+        print("The program must be a LightningCLI's, and train by it with zero1_custom or zero3_custom.")
         return 1
-    own, *others = candidates(first)
-    speeds = _speeds(own, first)
-    rows, times = [_row(own, speeds, first)], {own: first["seconds"]}
-    for one in sorted(others, key=speeds.predicted):
-        if _SLACK * speeds.predicted(one) > min(times.values()):
-            rows.append(_row(one, speeds, "left out: its prediction is slower than the best"))
-            continue
-        found = _measure(one, arguments, first["accumulate_grad_batches"])
-        rows.append(_row(one, speeds, found))
+    known = candidates(first)
+    own = next(one for one in known if one.name == first["name"])
+    costs, times = _costs(own, first), {own: first["seconds"]}
+    rows.append(_row(own, costs, first))
+    ran = {row[0] for row in rows}
+    for one in sorted((one for one in known if one.name not in ran), key=costs.predicted):
+        if _SLACK * costs.predicted(one) > min(times.values()):
+            found: dict[str, Any] | str = "left out: its prediction is slower than the best"
+        elif costs.needs(one) > costs.memory:
+            found = f"left out: it needs about {amount(costs.needs(one))} of {amount(costs.memory)}"
+        else:
+            found = _measure(_section(one, first["accumulate_grad_batches"]), arguments)
+        rows.append(_row(one, costs, found))
         if not isinstance(found, str):
             times[one] = found["seconds"]
     best = min(times, key=lambda one: times[one])
-    again = _measure(best, arguments, first["accumulate_grad_batches"])
-    rows.append(_row(best, speeds, again))
+    again = _measure(_section(best, first["accumulate_grad_batches"]), arguments)
+    rows.append(_row(best, costs, again))
     if not isinstance(again, str):
         times[best] = (times[best] + again["seconds"]) / 2
         best = min(times, key=lambda one: times[one])
-    print(table([["strategy", "predicted", "measured", ""], *rows]))
+    print(table([_HEADER, *rows]))
     _write(arguments.output, best, times[best], first)
     print(f"\nFastest: {best.name}. Use it by: {' '.join(program)} --config {arguments.output}")
     return 0
 
 
+def _first_run(arguments: Namespace, rows: list[list[str]]) -> dict[str, Any] | None:
+    """What the first run has written, or None. What cannot be run becomes a row."""
+    for one in (Candidate("ZeRO1Strategy", zero1(_UNKNOWN)), Candidate("ZeRO3Strategy", zero3(_UNKNOWN))):
+        found = _measure(_section(one, 1), arguments)
+        if not isinstance(found, str):
+            return {**found, "name": one.name}
+        rows.append([one.name, "", "", "", "", "", found])
+        if found == _NO_TIMES:
+            # It has ended well, but has not read the configuration.
+            return None
+    return None
+
+
 def candidates(first: dict[str, Any]) -> list[Candidate]:
-    """Strategies that keep a training's results, those of ``ddp``. The first is ``zero1_custom``.
+    """Strategies that keep a training's results, those of ``ddp``.
 
     Args:
         first: What a training has written.
     """
-    nodes, devices, ranks = first["nodes"], first["devices"], first["nodes"] * first["devices"]
+    devices, ranks = first["devices"], first["nodes"] * first["devices"]
     training = Training(
         parameters=first["parameters"],
-        nodes=nodes,
+        values=first["values"],
+        nodes=first["nodes"],
         devices=devices,
         micro_batches=first["accumulate_grad_batches"],
         precision=first["precision"] if first["precision"] in PRECISIONS else "32-true",
+        cut=first["cut"],
     )
-    of_zero1, of_zero3 = zero1(training), zero3(training)
+    of_zero1 = zero1(training)
     found = [
-        Candidate("zero1_custom", "ZeRO1Strategy", (), of_zero1),
-        Candidate("ddp_tuned", "TunedDDPStrategy", (), ddp(training, tuned=True)),
-        Candidate("zero3_custom", "ZeRO3Strategy", (), of_zero3),
+        Candidate("ZeRO1Strategy", of_zero1),
+        Candidate("TunedDDPStrategy", ddp(training, tuned=True)),
+        Candidate("ZeRO3Strategy", zero3(training)),
     ]
     if training.precision == "bf16-mixed":
         both = (("comm_dtype", "bf16"), ("gather_dtype", "bf16"))
-        half = of_zero1._replace(on_link=of_zero1.on_link / 2)
-        found.append(Candidate("zero1_custom, bf16 both ways", "ZeRO1Strategy", both, half))
-    if nodes > 1 and devices > 1:
-        grouped = (("shard_group", "node"),)
-        in_nodes = replace(training, shard_ranks=devices)
-        found.append(Candidate("zero1_custom, node", "ZeRO1Strategy", grouped, zero1(in_nodes)))
-        found.append(Candidate("zero3_custom, node", "ZeRO3Strategy", grouped, zero3(in_nodes)))
-    if ranks > 1:
-        staged = pipeline(replace(training, micro_batches=1), Grid(ranks=ranks, pipeline=ranks))
-        # The ranks of a pipeline share a batch. The times are those of as many batches as ranks.
-        found.append(Candidate("pipeline_custom", "PipelineStrategy", (), staged, ranks))
+        found.append(Candidate("ZeRO1Strategy", of_zero1._replace(on_link=of_zero1.on_link / 2), both))
+    if first["nodes"] > 1 and devices > 1:
+        grouped, in_nodes = (("shard_group", "node"),), replace(training, shard_ranks=devices)
+        found.append(Candidate("ZeRO1Strategy", zero1(in_nodes), grouped))
+        found.append(Candidate("ZeRO3Strategy", zero3(in_nodes), grouped))
+    # Ranks that share layers, and the ranks of a pipeline, share a batch. A step has as many batches as before.
+    for size in (2, 4, 8):
+        if training.cut and devices % size == 0:
+            shared = zero3(replace(training, tensor_ranks=size))
+            found.append(Candidate("ZeRO3Strategy", shared, (("tensor_parallel_size", size),), size))
+    for grid in grids(ranks, 1):
+        staged, pipelines = pipeline(replace(training, micro_batches=1), grid), (("data_parallel_size", grid.data),)
+        found.append(Candidate("PipelineStrategy", staged, pipelines, grid.pipeline))
     return found
 
 
-def _speeds(own: Candidate, first: dict[str, Any]) -> "_Speeds":
-    """How fast ranks compute and send, as far as a run of ``zero1_custom`` shows it."""
-    waiting, accumulate = first["waiting"] or 0.0, first["accumulate_grad_batches"]
-    compute = first["seconds"] * (1 - waiting)
-    if waiting < _SEEN:
-        return _Speeds(compute, _FASTEST, accumulate)
+def _costs(own: Candidate, first: dict[str, Any]) -> _Costs:
+    """How fast ranks compute, load and send."""
+    seconds, waiting, loading = first["seconds"], first["waiting"] or 0.0, first["loading"]
     slow, fast = 1.0, _FASTEST
+    costs = _Costs(
+        compute=seconds * max(0.0, 1 - waiting - loading),
+        loading=seconds * loading,
+        rate=fast,
+        accumulate=first["accumulate_grad_batches"],
+        rest=max(0.0, first["peak"] - own.footprint.peak),
+        memory=first["memory"],
+        ranks=first["nodes"] * first["devices"],
+    )
+    if waiting < _SEEN:
+        return costs
     # By bisection: the larger the rate, the shorter the predicted step.
     for _ in range(100):
         rate = (slow * fast) ** 0.5
-        is_slow = _Speeds(compute, rate, accumulate).predicted(own) > first["seconds"]
+        is_slow = costs._replace(rate=rate).predicted(own) > seconds
         slow, fast = (rate, fast) if is_slow else (slow, rate)
-    return _Speeds(compute, fast, accumulate)
+    return costs._replace(rate=fast)
 
 
-def _row(one: Candidate, speeds: "_Speeds", found: dict[str, Any] | str) -> list[str]:
-    measured = ("", found) if isinstance(found, str) else (f"{found['seconds']:.3f} s", "")
-    return [one.name, f"{speeds.predicted(one):.3f} s", *measured]
+def _row(one: Candidate, costs: _Costs, found: dict[str, Any] | str) -> list[str]:
+    row = [one.name, f"{costs.predicted(one):.3f} s"]
+    if isinstance(found, str):
+        return [*row, "", "", "", "", found]
+    seconds, waiting = found["seconds"], found["waiting"]
+    shares = [f"{found['loading']:.0%}", "" if waiting is None else f"{waiting:.0%}"]
+    return [*row, f"{seconds:.3f} s", f"{costs.speed_up(seconds):.2g}", *shares, ""]
 
 
-def _measure(one: Candidate, arguments: Namespace, accumulate: int) -> dict[str, Any] | str:
+def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | str:
     """What a run of the program has written, or why there is nothing."""
     folder = Path(tempfile.mkdtemp(prefix="parstrat-tune-"))
     trainer = {
-        **_section(one, accumulate),
+        **section,
         "max_steps": arguments.steps,
         "max_epochs": -1,
         "limit_val_batches": 0,
@@ -195,7 +263,7 @@ def _measure(one: Candidate, arguments: Namespace, accumulate: int) -> dict[str,
         if (folder / "times.json").is_file():
             found: dict[str, Any] = json.loads((folder / "times.json").read_text())
             return found
-        return f"exit code {code}: {said}" if code else "it has written no times"
+        return f"exit code {code}: {said}" if code else _NO_TIMES
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

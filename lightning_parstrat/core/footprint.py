@@ -109,7 +109,7 @@ class Footprint(NamedTuple):
         behind_forward: The share of ``sent`` that is sent behind forwards.
         stages: Ranks whose stages one batch passes, instead of a batch each.
         pieces: Micro-batches into which they cut it.
-        sharing: Ranks that share the layers of a stage.
+        sharing: Ranks that share layers, and so a batch.
         summed: The part of ``on_link`` that is sent when the last backward has ended.
     """
 
@@ -139,16 +139,16 @@ class Footprint(NamedTuple):
             bytes_per_second: Speed of a node's link, in each direction.
             micro_batches: Micro-batches of a step.
         """
+        computed = compute_seconds / self.sharing
         if self.stages > 1:
             # The first piece passes all stages before the last stage is busy: GPipe, section 2.3.
             rounds = (self.pieces + self.stages - 1) / self.pieces
             passed = (self.on_link - self.summed) / bytes_per_second
-            computed = compute_seconds / (self.stages * self.sharing)
-            return rounds * (computed + passed) + self.summed / bytes_per_second
-        seconds, of_one = self.on_link / bytes_per_second, compute_seconds / micro_batches
+            return rounds * (computed / self.stages + passed) + self.summed / bytes_per_second
+        seconds, of_one = self.on_link / bytes_per_second, computed / micro_batches
         forward = self.behind_forward * seconds - self.forwards * (1 - _BACKWARD) * of_one
         backward = (1 - self.behind_forward) * seconds - self.reductions * _BACKWARD * of_one
-        return compute_seconds + max(0.0, forward) + max(0.0, backward)
+        return computed + max(0.0, forward) + max(0.0, backward)
 
 
 def ddp(training: Training, tuned: bool) -> Footprint:
@@ -255,6 +255,7 @@ def zero3(training: Training) -> Footprint:
         training.micro_batches,
         training.micro_batches,
         forward / sent if sent else 0.0,
+        sharing=training.tensor_ranks,
     )
 
 

@@ -131,12 +131,12 @@ class ComposedStrategy(DDPStrategy):
         )
         super().__init__(**kwargs)
         self._is_exact = exact_evaluation
-        self._fit_report = Report(self, self.flag, self._traffic)
+        self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
+        self._resume = Resume(self, self._ranks)
+        self._fit_report = Report(self, self.flag, self._traffic, self._resume.loaded_seconds)
         hooks = GradientHooks(
             self._watch, self._step_gradients, self._end_backward, self._before_step, self._fit_report.say
         )
-        self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
-        self._resume = Resume(self, self._ranks)
         state, synchronize = self._make_training_state(), self._synchronize_parameters
         self._checkpoints = Checkpoints(self, self._ranks, policy, state, self._resume, synchronize, self._entries)
         self._accumulation = Accumulation(self, self._ranks, policy, hooks)
@@ -168,6 +168,10 @@ class ComposedStrategy(DDPStrategy):
     def _make_training_state(self) -> TrainingState:
         """The state of the module and the optimizers, for checkpoints."""
         return TrainingState(self)
+
+    def _share_batch(self, batch: Any) -> Any:
+        """The batch of ranks that share data, from what this rank's loader has returned. Collective if any do."""
+        return batch
 
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
         """Passes the gradients of the next backward to a function, until what it returns is called."""
@@ -381,6 +385,12 @@ class ComposedStrategy(DDPStrategy):
         super().on_train_start()
         for part in self._parts:
             part.on_train_start()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch that the loader has returned."""
+        self._resume.end_fetch()
+        return super().batch_to_device(self._share_batch(batch), device, dataloader_idx)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -304,9 +304,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     # Steps.
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch to the device. All ranks of a pipeline get the first one's batch."""
-        return super().batch_to_device(self._same_data.share(batch), device, dataloader_idx)
+    def _share_batch(self, batch: Any) -> Any:
+        """All ranks of a pipeline get the first one's batch."""
+        return self._same_data.share(batch)
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

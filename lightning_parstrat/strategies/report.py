@@ -2,8 +2,6 @@
 
 import json
 import os
-import platform
-import resource
 import statistics
 import time
 from collections import deque
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -25,6 +22,7 @@ from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
+from lightning_parstrat.strategies.measured import measured_for, memory_of, peak_bytes
 from lightning_parstrat.strategies.parts import Part
 
 _STEPS_THAT_SETTLE = 3
@@ -46,8 +44,35 @@ class _Moment(NamedTuple):
 
     global_step: int
     seconds: float
+    loaded_seconds: float
     waited_seconds: float
     bytes_sent: int
+
+
+class StepTimes(NamedTuple):
+    """Medians over steps of this rank: seconds of a step, shares of it, and bytes.
+
+    Attributes:
+        seconds: From the begin of a step to the begin of the next.
+        loading: The share in which the host waits for the loader's batches.
+        waiting: The share in which the host waits for other ranks. None if it cannot see that.
+        sent: Bytes that this rank sends. None if the host cannot see that.
+    """
+
+    seconds: float
+    loading: float
+    waiting: float | None
+    sent: float | None
+
+    @classmethod
+    def between(cls, moments: Sequence[_Moment], sees_waiting: bool, sees_traffic: bool) -> "StepTimes":
+        """The medians of the steps between moments."""
+        steps = list(pairwise(moments))
+        of_fields = (statistics.median(after[at] - before[at] for before, after in steps) for at in range(1, 5))
+        seconds, loaded, waited, sent = of_fields
+        return cls(
+            seconds, loaded / seconds, waited / seconds if sees_waiting else None, sent if sees_traffic else None
+        )
 
 
 class Report(Part):
@@ -59,11 +84,18 @@ class Report(Part):
         strategy: The strategy that it is a part of.
         flag: The strategy's name.
         traffic: Returns what this rank has sent, and how long it has waited for it. None if the host cannot see that.
+        loaded_seconds: Returns how long it has waited for the loader's batches.
     """
 
-    def __init__(self, strategy: DDPStrategy, flag: str, traffic: Callable[[], Traffic | None]) -> None:
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        flag: str,
+        traffic: Callable[[], Traffic | None],
+        loaded_seconds: Callable[[], float],
+    ) -> None:
         super().__init__(strategy)
-        self._flag, self._traffic = flag, traffic
+        self._flag, self._traffic, self._loaded_seconds = flag, traffic, loaded_seconds
         self.chosen: Mapping[str, Any] = {}
         """What ``lightning-parstrat tune`` has measured, if its choice is trained."""
         self._said: set[str] = set()
@@ -99,32 +131,23 @@ class Report(Part):
         global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
         if not self._moments or self._moments[-1].global_step != global_step:
-            moment = _Moment(global_step, time.perf_counter(), traffic.waited_seconds, traffic.bytes_sent)
-            self._moments.append(moment)
+            waited, sent = traffic.waited_seconds, traffic.bytes_sent
+            self._moments.append(_Moment(global_step, time.perf_counter(), self._loaded_seconds(), waited, sent))
 
     @override
     def on_train_end(self) -> None:
         """Logs medians over the last steps, without the first few. Nothing after a short training."""
         self.note_step()
-        moments = list(self._moments)[_STEPS_THAT_SETTLE:]
-        if (target := os.environ.get(MEASURES)) and self._strategy.is_global_zero and len(moments) > _FEWEST_STEPS:
-            Path(target).write_text(json.dumps(self._measured(moments)))
-        if len(moments) > _FEWEST_STEPS:
-            seen = self._traffic() is not None and self._strategy.world_size > 1
-            line = line_of_steps(moments, self._strategy.world_size, self._strategy.root_device, seen)
-            rank_zero_info(f"{self._flag}: {line}")
-
-    def _measured(self, moments: Sequence[_Moment]) -> dict[str, Any]:
-        """What ``lightning-parstrat tune`` reads."""
-        steps, strategy = list(pairwise(moments)), self._strategy
-        seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
-        waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
-        seen = self._traffic() is not None and strategy.root_device.type != "cuda"
-        return {
-            "seconds": seconds,
-            "waiting": waiting if seen else None,
-            **measured_for(self._module, strategy),
-        }
+        moments, strategy = list(self._moments)[_STEPS_THAT_SETTLE:], self._strategy
+        if len(moments) <= _FEWEST_STEPS:
+            return
+        sees_traffic = self._traffic() is not None and strategy.world_size > 1
+        # On a GPU the streams wait, not the host. Timing them would need synchronization.
+        times = StepTimes.between(moments, sees_traffic and strategy.root_device.type != "cuda", sees_traffic)
+        rank_zero_info(f"{self._flag}: {line_of_steps(times, strategy.world_size, strategy.root_device)}")
+        if (target := os.environ.get(MEASURES)) and strategy.is_global_zero:
+            known = measured_for(self._module, strategy) | memory_of(self._module, strategy)
+            Path(target).write_text(json.dumps(times._asdict() | known))
 
     @override
     def teardown(self) -> None:
@@ -132,46 +155,28 @@ class Report(Part):
         self._said.clear()
 
 
-def measured_for(module: LightningModule, strategy: DDPStrategy) -> dict[str, Any]:
-    """What a measurement of steps depends on."""
-    return {
-        "parameters": sum(one.numel() for one in module.parameters() if one.requires_grad),
-        "precision": str(module.trainer.precision),
-        "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
-        "nodes": strategy.num_nodes,
-        "devices": strategy.world_size // strategy.num_nodes,
-        "machine": torch.cuda.get_device_name()
-        if strategy.root_device.type == "cuda"
-        else f"{platform.machine()}, {counted(os.cpu_count() or 1, 'core')}",
-    }
+def line_of_steps(times: StepTimes, ranks: int, device: torch.device) -> str:
+    """The medians of steps: time, its shares with the speed-up that follows, bytes, and the peak memory.
 
-
-def line_of_steps(moments: Sequence[_Moment], ranks: int, device: torch.device, seen: bool) -> str:
-    """The medians of steps: time, the share of waiting with the speed-up that follows, bytes, and the peak memory.
-
-    Computing takes the part of a step in which this rank does not wait for others. One device would take that long for
-    each rank's share of the step, so N ranks are N times that part faster.
+    Computing takes what is left of a step. One device would compute, and load, as long for each rank's share of the
+    step. So N ranks are N times as fast, by the part of a step in which they do not wait for others.
 
     Args:
-        moments: The begin of each step, and the end of the last.
+        times: The medians.
         ranks: The number of ranks.
         device: The device of the training.
-        seen: Whether the host can see the communication.
     """
-    steps = list(pairwise(moments))
-    seconds = statistics.median(after.seconds - before.seconds for before, after in steps)
+    seconds, loading, waiting, sent = times
     line = f"{seconds:.2f} s per step" if seconds >= 1 else f"{1000 * seconds:.1f} ms per step"
-    # On a GPU the streams wait, not the host. Timing them would need synchronization.
-    if seen and device.type != "cuda":
-        waiting = statistics.median(after.waited_seconds - before.waited_seconds for before, after in steps) / seconds
-        line = f"{line}, {waiting:.0%} waiting ({ranks * (1 - waiting):.2g} times one device)"
-    if seen:
-        sent = statistics.median(after.bytes_sent - before.bytes_sent for before, after in steps)
+    line = f"{line}, {loading:.0%} loading"
+    if waiting is not None:
+        computing = max(0.0, 1 - loading - waiting)
+        line = (
+            f"{line}, {computing:.0%} computing, {waiting:.0%} waiting ({ranks * (1 - waiting):.2g} times one device)"
+        )
+    if sent is not None:
         line = f"{line}; {amount(sent)} sent per rank"
-    if device.type == "cuda":
-        return f"{line}; peak GPU memory {amount(torch.cuda.max_memory_allocated(device))}"
-    # Linux counts it in KiB.
-    return f"{line}; peak memory {amount(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
+    return f"{line}; peak {'GPU ' if device.type == 'cuda' else ''}memory {amount(peak_bytes(device))}"
 
 
 def _line(

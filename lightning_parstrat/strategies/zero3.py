@@ -239,9 +239,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return self._fsdp_module.watch(note)
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch to the device. Ranks that share tensor-parallel layers get the first one's batch."""
-        return super().batch_to_device(self._same_data.share(batch), device, dataloader_idx)
+    def _share_batch(self, batch: Any) -> Any:
+        """Ranks that share tensor-parallel layers get the first one's batch."""
+        return self._same_data.share(batch)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

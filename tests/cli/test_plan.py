@@ -208,13 +208,31 @@ def test_the_table_gives_the_peak_first(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0] == "7B trained parameters; optimizer: AdamW; bf16-mixed"
     assert lines[1] == "16 ranks on 2 nodes; per rank:"
     columns = "strategy at most between steps between micro-batches sent per step on the wire step"
-    columns += " times one device fits in 56 GB"
+    columns += " computing / sending times one device fits in 56 GB"
     assert " ".join(lines[3].split()) == columns
     ddp, *_, last = (line.split() for line in lines[5:9])
     # 16 devices, each of which computes for 1 s.
-    assert float(ddp[-2]) == pytest.approx(16 / float(ddp[-4]), rel=0.01), (ddp, last)
+    assert float(ddp[-2]) == pytest.approx(16 / float(ddp[-5]), rel=0.01), (ddp, last)
     assert lines[5].endswith("no") and lines[8].endswith("yes")
     assert "activations" in lines[-1] and "24 GB of 80 GB are kept for them (--reserve 0.3)" in lines[-1]
+
+
+def test_a_loader_takes_its_share_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--parameters 1B --world-size 16 --bandwidth 100Gbit --compute-seconds 2"
+    with_loader, without = (plan(capsys, 0, f"{words} {more}")["zero1_custom"] for more in ("--loader-seconds 0.5", ""))
+    assert with_loader["step_seconds"] == pytest.approx(without["step_seconds"] + 0.5)
+    assert with_loader["loading"] == pytest.approx(0.5 / with_loader["step_seconds"]) and without["loading"] is None
+    # One device waits for its loader, too.
+    assert with_loader["speed_up"] == pytest.approx(16 * 2.5 / with_loader["step_seconds"])
+    assert with_loader["computing_per_sending"] == pytest.approx(2 / with_loader["wire_seconds"])
+
+
+def test_ranks_that_share_layers_compute_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--parameters 10K --world-size 16 --bandwidth 100Gbit --compute-seconds 2"
+    alone, shared = (plan(capsys, 0, f"{words} --tensor-parallel {size}")["zero3_custom"] for size in (1, 2))
+    assert shared["step_seconds"] == pytest.approx(alone["step_seconds"] / 2, rel=0.01)
+    # Two ranks train a batch in half the time.
+    assert shared["speed_up"] == pytest.approx(alone["speed_up"], rel=0.01) == 16
 
 
 def test_a_configurations_module(capsys: pytest.CaptureFixture[str], config: Any) -> None:

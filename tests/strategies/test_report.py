@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,17 +12,20 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.late import delayed
 from tests.strategies.odd_optimizers import GloballyScaled
-from tests.strategies.parity import Looks, train, zero1
+from tests.strategies.parity import Looks, make_trainer, train, zero1
 
 LINE = re.compile(
-    r"zero1_custom: ([\d.]+) ms per step, (\d+)% waiting \(([\d.]+) times one device\);"
-    r" ([\d.]+) (B|kB|MB) sent per rank; peak memory ([\d.]+) (MB|GB)"
+    r"zero1_custom: (?P<ms>[\d.]+) ms per step, (?P<loading>\d+)% loading, (?P<computing>\d+)% computing,"
+    r" (?P<waiting>\d+)% waiting \((?P<times>[\d.]+) times one device\);"
+    r" (?P<sent>[\d.]+) (B|kB|MB) sent per rank; peak memory ([\d.]+) (MB|GB)"
 )
 STRATEGIES = {
     "ddp_tuned": TunedDDPStrategy,
@@ -79,10 +83,33 @@ def test_the_line_at_the_end_has_the_time_of_a_step(pool: RankPool, slow: bool, 
     assert len(lines) == 1 and others == []
     found = LINE.fullmatch(lines[0])
     assert found is not None, lines[0]
-    waiting = int(found[2]) / 100
-    assert 0 < waiting < 1
-    assert float(found[3]) == pytest.approx(2 * (1 - waiting), abs=0.06)
-    assert float(found[4]) == pytest.approx(sent / 1000, rel=0.01) and found[5] == "kB"
+    loading, computing, waiting = (int(found[share]) / 100 for share in ("loading", "computing", "waiting"))
+    assert 0 < waiting < 1 and 0 < computing < 1
+    assert loading + computing + waiting == pytest.approx(1, abs=0.02)
+    assert float(found["times"]) == pytest.approx(2 * (1 - waiting), abs=0.06)
+    assert found["sent"] + " kB" in lines[0] and float(found["sent"]) == pytest.approx(sent / 1000, rel=0.01)
+
+
+def collate_slowly(samples: list[Tensor]) -> Tensor:
+    time.sleep(0.02)
+    return torch.stack(samples)
+
+
+def line_with_a_slow_loader(flag: str) -> str:
+    with listening() as lines:
+        trainer = make_trainer(STRATEGIES[flag](), max_epochs=1, accumulate_grad_batches=2)
+        trainer.fit(zoo.MLP(), DataLoader(torch.randn(400, zoo.FEATURES), 4, collate_fn=collate_slowly))
+    return next((line for line in lines if "per step" in line), "")
+
+
+@pytest.mark.parametrize("flag", ["ddp_tuned", "zero1_custom"])
+def test_the_loaders_share_of_a_step_is_said(pool: RankPool, flag: str) -> None:
+    line, _ = pool.run(2, line_with_a_slow_loader, flag)
+    found = re.match(rf"{flag}: ([\d.]+) ms per step, (\d+)% loading", line)
+    assert found is not None, line
+    # Two batches make a step. Each takes 20 ms or more, and all else takes the rest.
+    loading = float(found[1]) * (int(found[2]) + 1) / 100
+    assert 40 <= loading <= float(found[1]) + 1, line
 
 
 class Watched(zoo.MLP):
@@ -148,7 +175,7 @@ def test_a_training_logs_two_lines_at_its_start_and_one_at_its_end(pool: RankPoo
         # Warnings are longer: they say why, and what to do.
         infos = [line for line in lines if "is not sharded, as" not in line and "no block is gathered" not in line]
         assert " per step" in lines[-1] and len(infos) <= 3, lines
-        assert all(line.startswith(f"{flag}: ") and len(line) <= 120 for line in infos), infos
+        assert all(line.startswith(f"{flag}: ") and len(line) <= 140 for line in infos), infos
         assert re.search(r"(?<![\d.])(1 [a-z]{3,}s|0 buckets|0 parameters)\b", " ".join(lines)) is None, lines
     if name == "Adam":
         # 1,025 parameters: 4.1 kB of each of the four.
@@ -162,7 +189,7 @@ def test_a_training_of_one_rank_logs_no_more(pool: RankPool) -> None:
     (found,) = pool.run(1, lines_of_ours, "Adam")
     first, last = found["zero1_custom"]
     assert first == "zero1_custom: 1.02K parameters on 1 rank; optimizer state sharded: 8.2 kB each"
-    assert re.fullmatch(r"zero1_custom: [\d.]+ ms per step; peak memory [\d.]+ [MG]B", last)
+    assert re.fullmatch(r"zero1_custom: [\d.]+ ms per step, \d+% loading; peak memory [\d.]+ [MG]B", last)
     # No advice to gather block by block.
     assert len(found["zero3_custom"]) == 2
 

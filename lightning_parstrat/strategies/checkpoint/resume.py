@@ -7,6 +7,7 @@ moment before.
 
 import copy
 import pickle
+import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,8 @@ class Resume(Part):
         self._noted: dict[int, list[Moment]] = {}
         self._point: _Point | None = None
         self._division: Division | None = None
+        self._fetch_began: float | None = None
+        self._loaded_seconds = 0.0
         self.keeps_next_fetch = False
         """Whether a checkpoint that is saved after the next fetch is set back to the moment before that fetch."""
 
@@ -311,6 +314,17 @@ class Resume(Part):
             draws = any(is_stateful(moment.loader) for moment in self._noted[fetched])
             keeps = draws or self.keeps_next_fetch or trainer.accumulate_grad_batches > 1
             self._point = self._now() if keeps else None
+        self._fetch_began = time.perf_counter()
+
+    def end_fetch(self) -> None:
+        """Call when a batch of training was fetched. If it is one of evaluation, nothing happens."""
+        if self._fetch_began is not None:
+            self._loaded_seconds += time.perf_counter() - self._fetch_began
+            self._fetch_began = None
+
+    def loaded_seconds(self) -> float:
+        """How long all fetches of batches have taken so far."""
+        return self._loaded_seconds
 
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Call when a batch ends, before other callbacks save."""
