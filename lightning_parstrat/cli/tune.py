@@ -244,7 +244,8 @@ def _row(one: Candidate, costs: _Costs, found: dict[str, Any] | str) -> list[str
 
 def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | str:
     """What a run of the program has written, or why there is nothing."""
-    folder = Path(tempfile.mkdtemp(prefix="parstrat-tune-"))
+    # Ranks of other nodes see the file's folder, but not this node's temporary files.
+    folder = Path(tempfile.mkdtemp(prefix=".tune-", dir=arguments.output.resolve().parent))
     trainer = {
         **section,
         "max_steps": arguments.steps,

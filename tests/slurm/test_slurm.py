@@ -1,5 +1,6 @@
 """Jobs on a real Slurm of two nodes: started, preempted, requeued, broken, and resumed. And a program under mpirun."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -133,6 +134,28 @@ echo ended with $?
     said = (tmp_path / "doctor.log").read_text()
     assert "OK  process groups: 4 ranks over gloo\n" in said and said.count("OK  ") == 4, said
     assert "ended with 0" in said
+
+
+def test_tune_runs_within_an_allocation(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=1000, seconds=0.05)
+    job_file = f"""#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output={tmp_path}/tune.log
+cd {tmp_path}
+{sys.executable} -m lightning_parstrat.cli.main tune --steps 25 -- \\
+    srun {sys.executable} train.py fit --config c.yaml --trainer.num_nodes=2 --trainer.devices=1
+echo ended with $?
+"""
+    (tmp_path / "job.sh").write_text(job_file)
+    number = int(cluster.run("sbatch", "--parsable", str(tmp_path / "job.sh")))
+    cluster.wait_for_end(number, 5 * START)
+    said = (tmp_path / "tune.log").read_text()
+    assert "ended with 0" in said, said
+    measured = re.findall(r"^(\w+) +\d\.\d{3} s +\d\.\d{3} s", said, re.MULTILINE)
+    assert {"zero1_custom", "zero3_custom", "ddp_tuned"} <= set(measured), said
+    chosen = json.loads((tmp_path / "chosen.yaml").read_text().partition("\n")[0].removeprefix("#"))
+    assert (chosen["nodes"], chosen["devices"]) == (2, 1)
 
 
 def test_mpirun(tmp_path: Path) -> None:
