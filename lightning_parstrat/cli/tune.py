@@ -124,6 +124,8 @@ def run(arguments: Namespace) -> int:
         raise UsageError("write the program of a LightningCLI after `--`, such as `-- python main.py fit -c c.yaml`.")
     if arguments.steps < 25:
         raise UsageError(f"--steps {arguments.steps}: times of fewer than 25 steps are not reliable.")
+    if not arguments.output.resolve().parent.is_dir():
+        raise UsageError(f"--output {arguments.output}: there is no such folder. Make it first.")
     rows: list[list[str]] = []
     first = _first_run(arguments, rows)
     if first is None:

@@ -152,6 +152,7 @@ def test_groups_and_16_bits_are_tried_where_they_may_pay() -> None:
         ("tune", "write the program of a LightningCLI after `--`"),
         ("tune -- python main.py", "such as `-- python main.py fit -c c.yaml`"),
         ("tune --steps 5 -- python main.py fit", "times of fewer than 25 steps are not reliable"),
+        ("tune --output none/c.yaml -- python main.py fit", "--output none/c.yaml: there is no such folder"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
