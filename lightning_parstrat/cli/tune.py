@@ -22,8 +22,9 @@ from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import amount
 
 _DESCRIPTION = """
-Runs a LightningCLI's program for some steps under each strategy that keeps its results, without checkpoints, loggers
-and validation. Shows predicted and measured times of a step, and writes the fastest to a configuration.
+Runs a LightningCLI's program for some steps under each strategy that keeps its results, without checkpoints and
+loggers. Validation takes one batch. Shows predicted and measured times of a step, and writes the fastest to a
+configuration.
 
   lightning-parstrat tune -- python main.py fit --config c.yaml
   python main.py fit --config c.yaml --config chosen.yaml
@@ -252,7 +253,8 @@ def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | 
         **section,
         "max_steps": arguments.steps,
         "max_epochs": -1,
-        "limit_val_batches": 0,
+        # A scheduler may need a metric of validation.
+        "limit_val_batches": 1,
         "num_sanity_val_steps": 0,
         "logger": False,
         "enable_progress_bar": False,

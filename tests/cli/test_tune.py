@@ -34,7 +34,12 @@ class Model(BoringModel):
         self.fails = fails
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "validated"}}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self(batch).mean(), sync_dist=True)
 
     def training_step(self, batch, batch_idx):
         # A link cannot be the reason for a slow step.
@@ -69,7 +74,9 @@ FIRST = {**OF_GPT, **MEMORY, "nodes": 2, "devices": 1, "machine": "", "loading":
 def write_program(folder: Path, **model: Any) -> list[str]:
     """A program that saves, validates and logs, and its command line."""
     saves = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "saved"}}
-    ranks = {"accelerator": "cpu", "devices": 2, "max_steps": 1000, "callbacks": [saves]}
+    # Epochs end within a run.
+    of_epoch = {"limit_train_batches": 10, "limit_val_batches": 2}
+    ranks = {"accelerator": "cpu", "devices": 2, "max_steps": 1000, "callbacks": [saves], **of_epoch}
     (folder / "main.py").write_text(PROGRAM)
     config = {"trainer": ranks, "model": model}
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
