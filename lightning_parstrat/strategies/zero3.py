@@ -137,10 +137,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _make_training_state(self) -> TrainingState:
-        return FullyShardedState(self, self._ranks, self._sharded_module)
+        return FullyShardedState(self, self._ranks, self._check_writes)
 
-    def _sharded_module(self) -> ShardedModule | None:
-        return self._sharded
+    def _check_writes(self) -> None:
+        if self._sharded is not None:
+            self._sharded.check_writes()
 
     @property
     def _fsdp_module(self) -> ShardedModule:
@@ -395,8 +396,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             )
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._ranks.groups.control, "Enter it on all ranks."):
-                if self._sharded is not None:
-                    self._sharded.check_writes()
+                self._check_writes()
                 shown.enter_context(shown_whole(module))
             yield module
 
@@ -413,7 +413,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def on_train_end(self) -> None:
         """Checks a last time what hooks have done to parameters."""
-        self._fsdp_module.check_writes()
+        self._check_writes()
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:

@@ -13,7 +13,7 @@ beginning to its end. They are gathered for that long.
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
@@ -46,7 +45,6 @@ from lightning_parstrat.distributed.torch_compat import (
     gather_after_writes,
     gather_in,
     gathered_by_fsdp,
-    has_hooks,
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
@@ -147,7 +145,7 @@ class ShardedModule:
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
         self._run_through: set[int] = set()
-        self._is_stuck = self._keeps_whole = False
+        self._is_stuck = False
         self._evaluated: list[int] = []
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
@@ -157,26 +155,15 @@ class ShardedModule:
         # An earlier training may have had another precision.
         self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
-        named: list[tuple[str, Tensor]] = list(module.named_parameters())
+        named: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
         # It gathers every part once, as the leaves of graphs exist from then on.
-        self.writes = Writes(parts, {parameter: name for name, parameter in named}, device)
-        self._gathered = [gathered_by_fsdp(part) for part in self._parts]
-        found: dict[Any, Any] = dict(itertools.chain(*self._gathered))
-        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for _, parameter in named]
-        for leaf in self.leaves:
-            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
-            leaf.tensor.grad_dtype = leaf.parameter.dtype
+        self.writes = Writes(parts, named, device)
+        found: dict[Any, Any] = dict(itertools.chain(*map(gathered_by_fsdp, self._parts)))
+        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in named]
         if is_new:
             let_whole_states_be_loaded(module)
-        ignored = names_ignored_by_ddp(module)
-        self._averaged = [
-            (number, p)
-            for number, (name, p) in enumerate(named)
-            if name not in ignored and not isinstance(p, DTensor) and (p.is_floating_point() or p.is_complex())
-        ]
-        self._hooks = [*self._register_hooks()]
-        self._lent: dict[Tensor, RemovableHandle] = {}
+        self._hooks = [*self._register_hooks(named)]
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
@@ -233,14 +220,20 @@ class ShardedModule:
             if collectives.shard_count == 1:
                 part.set_all_reduce_hook(chosen.sum_over_copies)
 
-    def _register_hooks(self) -> Iterator[RemovableHandle]:
+    def _register_hooks(self, names: Mapping[Tensor, str]) -> Iterator[RemovableHandle]:
+        ignored = names_ignored_by_ddp(self.module)
         for number, leaf in enumerate(self.leaves):
-            if leaf.tensor.is_floating_point() or leaf.tensor.is_complex():
+            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
+            leaf.tensor.grad_dtype = leaf.parameter.dtype
+            is_numeric = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
+            if is_numeric and names[leaf.parameter] not in ignored:
                 trainable = leaf.tensor.requires_grad
                 # A frozen parameter may be trained later.
                 leaf.tensor.requires_grad_(True)
                 note = functools.partial(self._note_gradient, number)
                 yield leaf.tensor.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                if leaf.tensor is not leaf.parameter:
+                    yield lend_hooks(leaf.parameter, leaf.tensor)
                 leaf.tensor.requires_grad_(trainable)
 
     @property
@@ -403,13 +396,7 @@ class ShardedModule:
             self._graph_tasks.clear()
         self._backwards += 1
         keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
-        if keeps_whole != self._keeps_whole:
-            self._keeps_whole = keeps_whole
-            cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
-        for leaf in self.leaves:
-            # Before a backward, look for users' hooks on the parameters that it may reach.
-            if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
-                self._lent[leaf.tensor] = lend_hooks(leaf.parameter, leaf.tensor)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
         for number in sorted(self._run_through):
             self.units[number].set_reshard_after_backward(False, recurse=False)
             self.units[number].unshard()
@@ -459,7 +446,7 @@ class ShardedModule:
             )
         used = [number in self._used for number in range(len(self.leaves))]
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.
-        left_over = [any(one.grad is not None for _, one in gathered) for gathered in self._gathered]
+        left_over = [any(one.grad is not None for _, one in gathered_by_fsdp(part)) for part in self._parts]
         # In another order, ranks would add up gradients of different units.
         order, refused = digest(self._order), self.writes.refused()
         combined = self._messages().launch(bytes([*used, *left_over, refused is not None]), order).wait()
@@ -474,10 +461,10 @@ class ShardedModule:
             if leaf.parameter in self._zeroed and not was_used:
                 # As if it had not taken part: optimizers step parameters that have a gradient.
                 leaf.parameter.grad = None
+        reached = [leaf for leaf, was_used in zip(self.leaves, combined.flags, strict=False) if was_used]
         if self._cut is not None:
-            reached = {leaf.parameter for leaf, is_used in zip(self.leaves, combined.flags, strict=False) if is_used}
-            self._cut.compare_gradients(reached, self._messages().control)
-        self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
+            self._cut.compare_gradients({leaf.parameter for leaf in reached}, self._messages().control)
+        self._average_whole([leaf.parameter for leaf in reached if leaf.tensor is leaf.parameter])
         scale = factor()
         gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]
         if gradients and scale != 1.0:
@@ -529,7 +516,7 @@ class ShardedModule:
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
         self.abandon_backward()
-        for hook in (*self._hooks, *self._lent.values()):
+        for hook in self._hooks:
             hook.remove()
         for step in STEPS:
             with suppress(KeyError):
