@@ -13,7 +13,7 @@ beginning to its end. They are gathered for that long.
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -31,13 +31,12 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding, shard
+from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_sharding, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
-from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.torch_compat import (
     call_before_gathers,
     current_graph_task_id,
@@ -50,7 +49,6 @@ from lightning_parstrat.distributed.torch_compat import (
     names_ignored_by_ddp,
     reduce_again,
     reduce_unused_too,
-    replays_captured_graphs,
     version_of,
 )
 
@@ -99,8 +97,7 @@ class ShardedModule:
         autocasts: Whether autocast rounds to bf16.
 
     Raises:
-        ValueError: The module cannot be sharded. Or a part of it replays a captured graph. Or the group sends from host
-            memory, and the device is another.
+        ValueError: The module cannot be sharded. Or the group sends from host memory, and the device is another.
     """
 
     def __init__(
@@ -115,20 +112,14 @@ class ShardedModule:
         by_child: bool,
         autocasts: bool,
     ) -> None:
-        if replays_captured_graphs(module):
-            raise ValueError(
-                "A part of the module replays a CUDA graph that was captured before the training, and reads memory that"
-                " zero3_custom frees. Leave out `torch.cuda.make_graphed_callables`, or train by `ddp`, or by"
-                " `zero1_custom` with the graph captured in `on_train_start`."
-            )
         self.module = module
         self._group = group
         self._messages = messages
         self._policy = policy
-        is_new = not is_sharded_module(module)
+        is_new = module_sharding(module) is None
         if is_new:
             shard(module, group, collectives, device, policy, by_child)
-        sharding, size = module_sharding(module), policy.tensor_parallel_size
+        sharding, size = cast(Sharding, module_sharding(module)), policy.tensor_parallel_size
         if (sharding.groups, sharding.tensor_parallel_size) != (collectives.shard_groups, size):
             raise ValueError(
                 f"The module is already sharded over groups of {sharding.groups.size} ranks, by"
@@ -141,7 +132,6 @@ class ShardedModule:
         """Called before each gather of a forward. It returns a function that is called after the gather."""
         self.unit_called = ""
         """The name of the unit that this rank has called last. Between steps, empty."""
-        self._note_reduced: Callable[[Tensor], None] | None = None
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
         self._run_through: set[int] = set()
@@ -155,15 +145,13 @@ class ShardedModule:
         # An earlier training may have had another precision.
         self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
-        named: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
         # It gathers every part once, as the leaves of graphs exist from then on.
-        self.writes = Writes(parts, named, device)
+        self.writes = Writes(module, device)
         found: dict[Any, Any] = dict(itertools.chain(*map(gathered_by_fsdp, self._parts)))
-        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in named]
+        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in module.parameters()]
         if is_new:
             let_whole_states_be_loaded(module)
-        self._hooks = [*self._register_hooks(named)]
+        self._hooks = [*self._register_hooks()]
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
@@ -192,7 +180,7 @@ class ShardedModule:
         root.set_requires_gradient_sync(True)
 
     def _choose_param_dtypes(self, autocasts: bool) -> None:
-        self._free()
+        self.reshard()
         narrow: set[Tensor] = set()
         if self._policy.param_dtype == "bf16":
             narrow = {parameter for parameter in self.module.parameters() if parameter.dtype == torch.float32}
@@ -220,13 +208,14 @@ class ShardedModule:
             if collectives.shard_count == 1:
                 part.set_all_reduce_hook(chosen.sum_over_copies)
 
-    def _register_hooks(self, names: Mapping[Tensor, str]) -> Iterator[RemovableHandle]:
-        ignored = names_ignored_by_ddp(self.module)
+    def _register_hooks(self) -> Iterator[RemovableHandle]:
+        names = names_ignored_by_ddp(self.module)
+        ignored = {parameter for name, parameter in self.module.named_parameters() if name in names}
         for number, leaf in enumerate(self.leaves):
             # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
             leaf.tensor.grad_dtype = leaf.parameter.dtype
             is_numeric = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
-            if is_numeric and names[leaf.parameter] not in ignored:
+            if is_numeric and leaf.parameter not in ignored:
                 trainable = leaf.tensor.requires_grad
                 # A frozen parameter may be trained later.
                 leaf.tensor.requires_grad_(True)
@@ -288,11 +277,9 @@ class ShardedModule:
             self._used.add(number)
             self._graph_tasks.add(current_graph_task_id())
 
-    def _before_reduction(self, gradients: Tensor) -> None:
+    def _before_reduction(self) -> None:
         if self._before_gradients is not None:
             self._before_gradients()
-        if self._note_reduced is not None:
-            self._note_reduced(gradients)
 
     def reshard(self) -> None:
         """Frees gathered parameters. The module's parameters are then those that optimizers step. Not collective.
@@ -302,7 +289,13 @@ class ShardedModule:
         if self._run_through:
             self.free_after_backward()
             self._run_through.clear()
-        self._free()
+        self.unit_called = ""
+        self._gathered_in = None
+        for part in self._parts:
+            part.reshard()
+            # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.
+            with suppress(AttributeError, RuntimeError):
+                part.reset_iter_state()
         if self._gathers_apart:
             self._versions = [sum(version_of(shard) for shard, _ in fsdp_params_of(unit)) for unit in self.units]
 
@@ -314,15 +307,6 @@ class ShardedModule:
         """
         self.reshard()
         self.writes.check()
-
-    def _free(self) -> None:
-        self.unit_called = ""
-        self._gathered_in = None
-        for part in self._parts:
-            part.reshard()
-            # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.
-            with suppress(AttributeError, RuntimeError):
-                part.reset_iter_state()
 
     # Evaluations.
 
@@ -400,24 +384,6 @@ class ShardedModule:
         for number in sorted(self._run_through):
             self.units[number].set_reshard_after_backward(False, recurse=False)
             self.units[number].unshard()
-
-    def watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Passes the gradients of the next backward to a function: those of a unit together, before they are reduced.
-
-        Returns:
-            A function that ends it.
-        """
-        # Gradients that stay whole between micro-batches are reduced together with those of other micro-batches.
-        by_unit = self._policy.shard_gradients and dist.get_world_size(self._group) > 1
-        self._note_reduced = note if by_unit else None
-        leaves = [one.tensor for one in self.leaves if not by_unit or one.tensor is one.parameter]
-        end_leaves = watch_gradients(leaves, note)
-
-        def end() -> None:
-            self._note_reduced = None
-            end_leaves()
-
-        return end
 
     def free_after_backward(self) -> None:
         """Frees what FSDP2 leaves gathered after a backward. Not collective."""

@@ -49,14 +49,9 @@ class Sharding(NamedTuple):
 _SHARDED: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDictionary()
 
 
-def is_sharded_module(module: nn.Module) -> bool:
-    """Whether :func:`shard` has sharded the module."""
-    return module in _SHARDED
-
-
-def module_sharding(module: nn.Module) -> Sharding:
-    """How :func:`shard` has sharded a module."""
-    return _SHARDED[module]
+def module_sharding(module: nn.Module) -> Sharding | None:
+    """How :func:`shard` has sharded a module. None if it has not."""
+    return _SHARDED.get(module)
 
 
 def shard(
@@ -80,21 +75,11 @@ def shard(
 
     Raises:
         ValueError: A parameter that rank 0 has on the meta device cannot be made. Or the policy names no class of a
-            module. Or a part of the module is sharded already. Or the tensor-parallel plan cannot be carried out.
+            module. Or the tensor-parallel plan cannot be carried out.
     """
     before = dict(module.named_parameters())
-    for name, parameter in before.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
-                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
-                " and load weights into it before the training."
-            )
     units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
-    whole = whole_parameters(module, units)
-    if by_child:
-        inside = {parameter for unit in units for parameter in unit.parameters()}
-        whole |= {parameter for parameter in before.values() if parameter not in inside}
+    whole = whole_parameters(module, units, by_child)
     size = policy.tensor_parallel_size
     planned = find_plan(module, size, whole) if size > 1 else []
     to_reset = _parts_without_values(module, whole, group, device)

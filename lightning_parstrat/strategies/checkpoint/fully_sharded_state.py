@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine.cuts import Cut, Run, cuts_in_rows
 from lightning_parstrat.distributed.engine.state import grouped_parameters
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
+from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     gather_optimizer_state,
@@ -47,7 +47,7 @@ class FullyShardedState(TrainingState):
     @override
     def is_whole(self) -> bool:
         # From the module, because it stays sharded when the training has ended.
-        return not is_sharded_module(self._module)
+        return module_sharding(self._module) is None
 
     @override
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
