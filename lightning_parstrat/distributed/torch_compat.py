@@ -297,11 +297,16 @@ def ignore_warnings_of_global_hooks(module: nn.Module) -> None:
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
-def replays_captured_graphs(module: nn.Module) -> bool:
-    """Whether any part of the module was given to ``torch.cuda.make_graphed_callables``."""
+def refuse_captured_graphs(module: nn.Module) -> None:
+    """Raises an error if any part of the module was given to ``torch.cuda.make_graphed_callables``."""
     # That function sets `forward` on the instance. A function has the module of its definition.
     forwards = (vars(child).get("forward") for child in module.modules())
-    return any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards)
+    if any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards):
+        raise ValueError(
+            "A part of the module replays a CUDA graph that was captured before the training. The graph would read the"
+            " parameters' old memory. Train by `ddp`, or by `zero1_custom` with `torch.cuda.make_graphed_callables` in"
+            " `on_train_start`."
+        )
 
 
 profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled

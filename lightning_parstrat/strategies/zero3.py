@@ -23,14 +23,14 @@ from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreem
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module, check_whole
 from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
+from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
@@ -38,6 +38,8 @@ from lightning_parstrat.distributed.fsdp.state import (
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.fsdp.whole import shown_whole
+from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
+from lightning_parstrat.distributed.torch_compat import refuse_captured_graphs
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
@@ -137,10 +139,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _make_training_state(self) -> TrainingState:
-        return FullyShardedState(self, self._ranks, self._sharded_module)
+        return FullyShardedState(self, self._ranks, self._check_writes)
 
-    def _sharded_module(self) -> ShardedModule | None:
-        return self._sharded
+    def _check_writes(self) -> None:
+        if self._sharded is not None:
+            self._sharded.check_writes()
 
     @property
     def _fsdp_module(self) -> ShardedModule:
@@ -187,11 +190,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         module = self._training_module
         self._close()
         self._same_data.begin()
-        if is_sharded_module(module):
+        if module_sharding(module) is not None:
             # As `ddp` does at every set-up. Sharding broadcasts those of a new module.
             broadcast_buffers(module, self._ranks.groups.gradients)
         else:
+            check_whole(module, self.flag)
             check_same_module(module, self._ranks.groups.control)
+        refuse_captured_graphs(module)
         check_parameters(module, [p for p in module.parameters() if not (p.is_meta or holds_shards(p))])
         self._equal.begin()
         self._sharded = ShardedModule(
@@ -236,7 +241,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
-        return self._fsdp_module.watch(note)
+        return watch_gradients([leaf.tensor for leaf in self._fsdp_module.leaves], note)
 
     @override
     def _share_batch(self, batch: Any) -> Any:
@@ -384,7 +389,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             ValueError: At its end, a parameter is gone, or has another shape or dtype.
         """
         module = self._training_module
-        if not is_sharded_module(module):
+        if module_sharding(module) is None:
             # Before the set-up, or after a training in other processes.
             yield module
             return
@@ -395,8 +400,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             )
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._ranks.groups.control, "Enter it on all ranks."):
-                if self._sharded is not None:
-                    self._sharded.check_writes()
+                self._check_writes()
                 shown.enter_context(shown_whole(module))
             yield module
 
@@ -413,7 +417,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def on_train_end(self) -> None:
         """Checks a last time what hooks have done to parameters."""
-        self._fsdp_module.check_writes()
+        self._check_writes()
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:

@@ -339,7 +339,9 @@ CASES = {
     "shards: an unknown optimizer of matrices": of_shards(
         odd.Blocks, optimizer=for_shards.Matrixwise, zero3="Matrixwise cannot step sharded parameters"
     ),
-    "shards: sharded by hand": of_shards(for_shards.ShardedByHand, zero3="is sharded already: by `fully_shard`"),
+    "shards: sharded by hand": of_shards(
+        for_shards.ShardedByHand, zero3="`fully_shard` or `parallelize_module` was called"
+    ),
     "meta: the root cannot be made": of_shards(for_shards.OnMeta, zero3="scale of OnMeta"),
     "meta: sharing on rank 0 alone": of_shards(
         for_shards.SharesMemory, zero3="Some ranks can shard parameters that others cannot"

@@ -274,6 +274,26 @@ def test_buffers_with_strides_are_rank_0s(pool: RankPool, make: Any) -> None:
     assert pool.run(2, buffer_of, make()) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
+class KeepsItsOwn(zoo.MLP):
+    """With a parameter and a buffer of the rank's own."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.full((2,), float(dist.get_rank())), requires_grad=False)
+        self.register_buffer("mine", self.scale.detach() + 1)
+        self._ddp_params_and_buffers_to_ignore = ["scale", "mine"]
+
+
+def own_values(strategy: Any) -> list[float]:
+    module: Any = train(KeepsItsOwn, strategy).module
+    return [*module.scale.tolist(), *module.mine.tolist()]
+
+
+@pytest.mark.parametrize("make", [zero3, ddp])
+def test_names_that_ddp_ignores_keep_each_ranks_values(pool: RankPool, make: Any) -> None:
+    assert pool.run(2, own_values, make()) == [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0]]
+
+
 class Vocabulary(nn.Module):
     def __init__(self, is_tied: bool) -> None:
         super().__init__()

@@ -81,9 +81,9 @@ def check_whole(module: nn.Module, flag: str) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and name not in ignored:
             raise ValueError(
-                f"{name!r} is in shards (a DTensor), as all parameters are that zero3_custom has trained, and {flag}"
-                " needs whole ones. Make a new module, and load a checkpoint of that training into it. Or train by"
-                " zero3_custom."
+                f"{name!r} is in shards (a DTensor): zero3_custom has trained it, or `fully_shard` or"
+                f" `parallelize_module` was called. {flag} needs whole ones. Leave these calls out. Or make a new"
+                " module, and load a checkpoint into it. zero3_custom also trains the module that it has sharded."
             )
 
 

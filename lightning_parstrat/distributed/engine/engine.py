@@ -45,7 +45,7 @@ from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, sh
 from lightning_parstrat.distributed.torch_compat import (
     is_compiled,
     is_compiled_as_a_whole,
-    replays_captured_graphs,
+    refuse_captured_graphs,
 )
 
 
@@ -91,12 +91,7 @@ class ShardedDataParallel:
         earlier = [unshard(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in grouped_parameters(optimizer)]
         check_parameters(module, parameters)
-        if replays_captured_graphs(module):
-            raise ValueError(
-                "A part of the module replays a CUDA graph that was captured before the training. The graph would read"
-                " the parameters' old memory, because zero1_custom moves them. Call"
-                " `torch.cuda.make_graphed_callables` in `on_train_start`, or train by `ddp`."
-            )
+        refuse_captured_graphs(module)
         device = parameters[0].device if parameters else torch.device("cpu")
         messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
         control = messages.control

@@ -8,8 +8,8 @@ result. Between steps nothing is whole: the groups and the state hold shards, as
 """
 
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -60,7 +60,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
             if not is_replaced:
                 vars(optimizer)["step"] = types.MethodType(_step_local, optimizer)
         elif type(optimizer) in STEPPED_WHOLE and not is_replaced:
-            vars(optimizer)["step"] = types.MethodType(_step, optimizer)
+            vars(optimizer)["step"] = types.MethodType(_step_whole, optimizer)
             optimizer.register_step_pre_hook(refuse_step_of_class)
         elif needs_closure(optimizer):
             reason = "its `step` needs a closure, and looks at all parameters as one vector"
@@ -74,56 +74,44 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
             )
 
 
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+def _stepping(shown_in_turn: Callable[[Optimizer], Iterator[AbstractContextManager[None]]]) -> Callable[..., Any]:
+    """A ``step`` for an optimizer's instance, which calls the class's once within each of some contexts."""
+
+    def steps(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step = types.MethodType(type(optimizer).step, optimizer)
+        with torch.no_grad(), without_step_hooks(optimizer):
+            for shown in shown_in_turn(optimizer):
+                with shown:
+                    step(**arguments)
+        return loss
+
+    stepping = stepping_by(steps)
+    mark_as_wrapped(stepping)
+    return stepping
 
 
-def _steps_local(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-    """Steps this rank's parts of parameters. Not collective."""
-    loss = _evaluate(closure)
-    step = types.MethodType(type(optimizer).step, optimizer)
-    with torch.no_grad(), without_step_hooks(optimizer), _shown_local(optimizer):
-        step(**arguments)
-    return loss
+def _local_parts(optimizer: Optimizer) -> Iterator[AbstractContextManager[None]]:
+    """Shows this rank's parts of all parameters at once, as plain tensors. Not collective."""
+    shown: dict[Tensor, Tensor] = {}
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        shown[parameter] = parameter
+        if isinstance(parameter, DTensor):
+            shown[parameter] = part = local(parameter).detach()
+            part.grad = None if parameter.grad is None else local(parameter.grad)
+    yield _shown(optimizer, shown, _own, _like_before)
 
 
-_step_local = stepping_by(_steps_local)
-mark_as_wrapped(_step_local)
-
-
-@contextmanager
-def _shown_local(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, an optimizer's groups and state hold this rank's parts as plain tensors. Not collective."""
-    parts: dict[DTensor, Tensor] = {}
-    states: dict[Tensor, Any] = {}
-    for parameter in (one for group in optimizer.param_groups for one in group["params"] if isinstance(one, DTensor)):
-        parts[parameter] = part = local(parameter).detach()
-        part.grad = None if parameter.grad is None else local(parameter.grad)
-        if parameter in optimizer.state:
-            states[parameter] = optimizer.state.pop(parameter)
-            optimizer.state[part] = {key: _own(value, parameter) for key, value in states[parameter].items()}
-    stand_ins = [[parts.get(one, one) for one in group["params"]] for group in optimizer.param_groups]
-    try:
-        with showing(optimizer, stand_ins):
-            yield
-    finally:
-        for parameter, part in parts.items():
-            if part in optimizer.state:
-                old = states.get(parameter, {})
-                new = optimizer.state.pop(part).items()
-                optimizer.state[parameter] = {key: _like_before(value, old.get(key), parameter) for key, value in new}
-
-
-def _own(value: Any, parameter: DTensor) -> Any:
+def _own(value: Any, parameter: Tensor) -> Any:
     # A program may have set whole tensors.
     is_whole = not isinstance(value, DTensor) and fits_parameter(value, parameter)
     return local(shard_like(value, parameter) if is_whole else value)
 
 
-def _like_before(value: Any, before: Any, parameter: DTensor) -> Any:
+def _like_before(value: Any, before: Any, parameter: Any) -> Any:
     """The DTensor of which a step has changed this rank's part, or a new one if the part is new."""
     if before is not None and local(before) is value:
         return before
@@ -131,50 +119,55 @@ def _like_before(value: Any, before: Any, parameter: DTensor) -> Any:
     return with_own_part(value, parameter) if is_part else value
 
 
-def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-    """Gathers parameters, gradients and state of their shape, and steps. Collective."""
-    loss = _evaluate(closure)
-    step = types.MethodType(type(optimizer).step, optimizer)
-    with without_step_hooks(optimizer):
-        for group in optimizer.param_groups:
-            for parameter in list(group["params"]):
-                if parameter.grad is not None:
-                    with _shown_whole(optimizer, parameter):
-                        step(**arguments)
-    return loss
+def _whole_in_turn(optimizer: Optimizer) -> Iterator[AbstractContextManager[None]]:
+    """Shows one parameter after the other, whole, with its gradient and its state. Collective."""
+    for parameter in [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]:
+        if not isinstance(parameter, DTensor):
+            yield _shown(optimizer, {parameter: parameter}, _gathered, _cut)
+            continue
+        full = nn.Parameter(whole(parameter.detach()))
+        full.grad = whole(cast(Tensor, parameter.grad))
+        yield _shown(optimizer, {parameter: full}, _gathered, _cut)
+        local(parameter).copy_(local(shard_like(full, parameter)))
 
 
-_step = stepping_by(_steps_whole)
-mark_as_wrapped(_step)
+def _gathered(value: Any, _: Tensor) -> Any:
+    return whole(value)
+
+
+def _cut(value: Any, _: Any, parameter: Tensor) -> Any:
+    return shard_like(value, parameter) if fits_parameter(value, parameter) else value
 
 
 @contextmanager
-def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
-    """Within it, an optimizer's groups and state hold one parameter, whole, and no other. Collective at its beginning.
+def _shown(
+    optimizer: Optimizer,
+    stand_ins: Mapping[Tensor, Tensor],
+    take: Callable[[Any, Tensor], Any],
+    give_back: Callable[[Any, Any, Tensor], Any],
+) -> Iterator[None]:
+    """Within it, an optimizer's groups and state hold stand-ins of parameters, and no other parameters.
 
-    A parameter that is no DTensor is shown unchanged.
+    Args:
+        optimizer: The optimizer.
+        stand_ins: By the parameters that are shown. The state of one that stands for itself does not change.
+        take: Makes the value of a state that is shown. It gets the value and its parameter.
+        give_back: Makes the value that is kept. It gets the shown one, the one before, and their parameter.
     """
-    shown = parameter
-    if isinstance(parameter, DTensor):
-        shown = nn.Parameter(whole(parameter.detach()))
-        shown.grad = whole(cast(Tensor, parameter.grad))
-        _move_state(optimizer, parameter, shown, whole)
-    stand_ins = [[shown for one in group["params"] if one is parameter] for group in optimizer.param_groups]
+    state = optimizer.state
+    moved = {one: shown for one, shown in stand_ins.items() if shown is not one}
+    before = {one: state.pop(one) for one in moved if one in state}
+    state.update({moved[one]: {key: take(v, one) for key, v in values.items()} for one, values in before.items()})
+    groups = [[stand_ins[one] for one in group["params"] if one in stand_ins] for group in optimizer.param_groups]
     try:
-        with showing(optimizer, stand_ins):
+        with showing(optimizer, groups):
             yield
     finally:
-        if shown is not parameter:
-            with torch.no_grad():
-                local(parameter).copy_(local(shard_like(shown, parameter)))
-
-            def cut(value: Any) -> Any:
-                return shard_like(value, parameter) if fits_parameter(value, parameter) else value
-
-            _move_state(optimizer, shown, parameter, cut)
+        for one, shown in moved.items():
+            if shown in optimizer.state:
+                old, new = before.get(one, {}), optimizer.state.pop(shown)
+                optimizer.state[one] = {key: give_back(value, old.get(key), one) for key, value in new.items()}
 
 
-@torch.no_grad()
-def _move_state(optimizer: Optimizer, old: Tensor, new: Tensor, convert: Callable[[Any], Any]) -> None:
-    if old in optimizer.state:
-        optimizer.state[new] = {key: convert(value) for key, value in optimizer.state.pop(old).items()}
+_step_local = _stepping(_local_parts)
+_step_whole = _stepping(_whole_in_turn)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
@@ -32,13 +31,12 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding, shard
+from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_sharding, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
-from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.torch_compat import (
     call_before_gathers,
     current_graph_task_id,
@@ -46,13 +44,11 @@ from lightning_parstrat.distributed.torch_compat import (
     gather_after_writes,
     gather_in,
     gathered_by_fsdp,
-    has_hooks,
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
     reduce_again,
     reduce_unused_too,
-    replays_captured_graphs,
     version_of,
 )
 
@@ -101,8 +97,7 @@ class ShardedModule:
         autocasts: Whether autocast rounds to bf16.
 
     Raises:
-        ValueError: The module cannot be sharded. Or a part of it replays a captured graph. Or the group sends from host
-            memory, and the device is another.
+        ValueError: The module cannot be sharded. Or the group sends from host memory, and the device is another.
     """
 
     def __init__(
@@ -117,20 +112,14 @@ class ShardedModule:
         by_child: bool,
         autocasts: bool,
     ) -> None:
-        if replays_captured_graphs(module):
-            raise ValueError(
-                "A part of the module replays a CUDA graph that was captured before the training, and reads memory that"
-                " zero3_custom frees. Leave out `torch.cuda.make_graphed_callables`, or train by `ddp`, or by"
-                " `zero1_custom` with the graph captured in `on_train_start`."
-            )
         self.module = module
         self._group = group
         self._messages = messages
         self._policy = policy
-        is_new = not is_sharded_module(module)
+        is_new = module_sharding(module) is None
         if is_new:
             shard(module, group, collectives, device, policy, by_child)
-        sharding, size = module_sharding(module), policy.tensor_parallel_size
+        sharding, size = cast(Sharding, module_sharding(module)), policy.tensor_parallel_size
         if (sharding.groups, sharding.tensor_parallel_size) != (collectives.shard_groups, size):
             raise ValueError(
                 f"The module is already sharded over groups of {sharding.groups.size} ranks, by"
@@ -143,11 +132,10 @@ class ShardedModule:
         """Called before each gather of a forward. It returns a function that is called after the gather."""
         self.unit_called = ""
         """The name of the unit that this rank has called last. Between steps, empty."""
-        self._note_reduced: Callable[[Tensor], None] | None = None
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
         self._run_through: set[int] = set()
-        self._is_stuck = self._keeps_whole = False
+        self._is_stuck = False
         self._evaluated: list[int] = []
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
@@ -157,26 +145,13 @@ class ShardedModule:
         # An earlier training may have had another precision.
         self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
-        named: list[tuple[str, Tensor]] = list(module.named_parameters())
-        parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
         # It gathers every part once, as the leaves of graphs exist from then on.
-        self.writes = Writes(parts, {parameter: name for name, parameter in named}, device)
-        self._gathered = [gathered_by_fsdp(part) for part in self._parts]
-        found: dict[Any, Any] = dict(itertools.chain(*self._gathered))
-        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for _, parameter in named]
-        for leaf in self.leaves:
-            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
-            leaf.tensor.grad_dtype = leaf.parameter.dtype
+        self.writes = Writes(module, device)
+        found: dict[Any, Any] = dict(itertools.chain(*map(gathered_by_fsdp, self._parts)))
+        self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in module.parameters()]
         if is_new:
             let_whole_states_be_loaded(module)
-        ignored = names_ignored_by_ddp(module)
-        self._averaged = [
-            (number, p)
-            for number, (name, p) in enumerate(named)
-            if name not in ignored and not isinstance(p, DTensor) and (p.is_floating_point() or p.is_complex())
-        ]
         self._hooks = [*self._register_hooks()]
-        self._lent: dict[Tensor, RemovableHandle] = {}
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
@@ -205,7 +180,7 @@ class ShardedModule:
         root.set_requires_gradient_sync(True)
 
     def _choose_param_dtypes(self, autocasts: bool) -> None:
-        self._free()
+        self.reshard()
         narrow: set[Tensor] = set()
         if self._policy.param_dtype == "bf16":
             narrow = {parameter for parameter in self.module.parameters() if parameter.dtype == torch.float32}
@@ -234,13 +209,20 @@ class ShardedModule:
                 part.set_all_reduce_hook(chosen.sum_over_copies)
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
+        names = names_ignored_by_ddp(self.module)
+        ignored = {parameter for name, parameter in self.module.named_parameters() if name in names}
         for number, leaf in enumerate(self.leaves):
-            if leaf.tensor.is_floating_point() or leaf.tensor.is_complex():
+            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
+            leaf.tensor.grad_dtype = leaf.parameter.dtype
+            is_numeric = leaf.tensor.is_floating_point() or leaf.tensor.is_complex()
+            if is_numeric and leaf.parameter not in ignored:
                 trainable = leaf.tensor.requires_grad
                 # A frozen parameter may be trained later.
                 leaf.tensor.requires_grad_(True)
                 note = functools.partial(self._note_gradient, number)
                 yield leaf.tensor.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                if leaf.tensor is not leaf.parameter:
+                    yield lend_hooks(leaf.parameter, leaf.tensor)
                 leaf.tensor.requires_grad_(trainable)
 
     @property
@@ -295,11 +277,9 @@ class ShardedModule:
             self._used.add(number)
             self._graph_tasks.add(current_graph_task_id())
 
-    def _before_reduction(self, gradients: Tensor) -> None:
+    def _before_reduction(self) -> None:
         if self._before_gradients is not None:
             self._before_gradients()
-        if self._note_reduced is not None:
-            self._note_reduced(gradients)
 
     def reshard(self) -> None:
         """Frees gathered parameters. The module's parameters are then those that optimizers step. Not collective.
@@ -309,7 +289,13 @@ class ShardedModule:
         if self._run_through:
             self.free_after_backward()
             self._run_through.clear()
-        self._free()
+        self.unit_called = ""
+        self._gathered_in = None
+        for part in self._parts:
+            part.reshard()
+            # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.
+            with suppress(AttributeError, RuntimeError):
+                part.reset_iter_state()
         if self._gathers_apart:
             self._versions = [sum(version_of(shard) for shard, _ in fsdp_params_of(unit)) for unit in self.units]
 
@@ -321,15 +307,6 @@ class ShardedModule:
         """
         self.reshard()
         self.writes.check()
-
-    def _free(self) -> None:
-        self.unit_called = ""
-        self._gathered_in = None
-        for part in self._parts:
-            part.reshard()
-            # An exception may have ended a forward or a backward. Parts that are no roots have no state, and raise.
-            with suppress(AttributeError, RuntimeError):
-                part.reset_iter_state()
 
     # Evaluations.
 
@@ -403,34 +380,10 @@ class ShardedModule:
             self._graph_tasks.clear()
         self._backwards += 1
         keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
-        if keeps_whole != self._keeps_whole:
-            self._keeps_whole = keeps_whole
-            cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
-        for leaf in self.leaves:
-            # Before a backward, look for users' hooks on the parameters that it may reach.
-            if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
-                self._lent[leaf.tensor] = lend_hooks(leaf.parameter, leaf.tensor)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
         for number in sorted(self._run_through):
             self.units[number].set_reshard_after_backward(False, recurse=False)
             self.units[number].unshard()
-
-    def watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Passes the gradients of the next backward to a function: those of a unit together, before they are reduced.
-
-        Returns:
-            A function that ends it.
-        """
-        # Gradients that stay whole between micro-batches are reduced together with those of other micro-batches.
-        by_unit = self._policy.shard_gradients and dist.get_world_size(self._group) > 1
-        self._note_reduced = note if by_unit else None
-        leaves = [one.tensor for one in self.leaves if not by_unit or one.tensor is one.parameter]
-        end_leaves = watch_gradients(leaves, note)
-
-        def end() -> None:
-            self._note_reduced = None
-            end_leaves()
-
-        return end
 
     def free_after_backward(self) -> None:
         """Frees what FSDP2 leaves gathered after a backward. Not collective."""
@@ -459,7 +412,7 @@ class ShardedModule:
             )
         used = [number in self._used for number in range(len(self.leaves))]
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.
-        left_over = [any(one.grad is not None for _, one in gathered) for gathered in self._gathered]
+        left_over = [any(one.grad is not None for _, one in gathered_by_fsdp(part)) for part in self._parts]
         # In another order, ranks would add up gradients of different units.
         order, refused = digest(self._order), self.writes.refused()
         combined = self._messages().launch(bytes([*used, *left_over, refused is not None]), order).wait()
@@ -474,10 +427,10 @@ class ShardedModule:
             if leaf.parameter in self._zeroed and not was_used:
                 # As if it had not taken part: optimizers step parameters that have a gradient.
                 leaf.parameter.grad = None
+        reached = [leaf for leaf, was_used in zip(self.leaves, combined.flags, strict=False) if was_used]
         if self._cut is not None:
-            reached = {leaf.parameter for leaf, is_used in zip(self.leaves, combined.flags, strict=False) if is_used}
-            self._cut.compare_gradients(reached, self._messages().control)
-        self._average_whole([parameter for number, parameter in self._averaged if combined.flags[number]])
+            self._cut.compare_gradients({leaf.parameter for leaf in reached}, self._messages().control)
+        self._average_whole([leaf.parameter for leaf in reached if leaf.tensor is leaf.parameter])
         scale = factor()
         gradients = [local(leaf.parameter.grad) for leaf in self.leaves if leaf.parameter.grad is not None]
         if gradients and scale != 1.0:
@@ -529,7 +482,7 @@ class ShardedModule:
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
         self.abandon_backward()
-        for hook in (*self._hooks, *self._lent.values()):
+        for hook in self._hooks:
             hook.remove()
         for step in STEPS:
             with suppress(KeyError):

@@ -27,7 +27,7 @@ from lightning_parstrat.distributed.fsdp.state import holds_shards
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
 from lightning_parstrat.distributed.fsdp.units import find_units, whole_parameters
 from lightning_parstrat.distributed.fsdp.whole import let_be_copied
-from lightning_parstrat.distributed.torch_compat import take_over_attributes
+from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp, take_over_attributes
 
 
 class Sharding(NamedTuple):
@@ -49,14 +49,9 @@ class Sharding(NamedTuple):
 _SHARDED: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDictionary()
 
 
-def is_sharded_module(module: nn.Module) -> bool:
-    """Whether :func:`shard` has sharded the module."""
-    return module in _SHARDED
-
-
-def module_sharding(module: nn.Module) -> Sharding:
-    """How :func:`shard` has sharded a module."""
-    return _SHARDED[module]
+def module_sharding(module: nn.Module) -> Sharding | None:
+    """How :func:`shard` has sharded a module. None if it has not."""
+    return _SHARDED.get(module)
 
 
 def shard(
@@ -79,31 +74,22 @@ def shard(
         by_child: Whether training calls children of the root. Then no parameters of the root itself are gathered.
 
     Raises:
-        ValueError: A parameter that rank 0 has on the meta device cannot be made. Or the policy names no class of a
-            module. Or a part of the module is sharded already. Or the tensor-parallel plan cannot be carried out.
+        ValueError: A tensor on the meta device cannot be made. Or the policy names no class of a
+            module. Or the tensor-parallel plan cannot be carried out.
     """
     before = dict(module.named_parameters())
-    for name, parameter in before.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name!r} is sharded already: by `fully_shard` or `parallelize_module`, or as a part of another module"
-                " that has trained. Leave these calls out, as zero3_custom shards the module. Or make a new module,"
-                " and load weights into it before the training."
-            )
     units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
-    whole = whole_parameters(module, units)
-    if by_child:
-        inside = {parameter for unit in units for parameter in unit.parameters()}
-        whole |= {parameter for parameter in before.values() if parameter not in inside}
+    whole = whole_parameters(module, units, by_child)
     size = policy.tensor_parallel_size
     planned = find_plan(module, size, whole) if size > 1 else []
     to_reset = _parts_without_values(module, whole, group, device)
     mesh = _make_mesh(group, collectives, size, device)
     names = {part: name for name, part in module.named_modules()}
-    own = set(vars(module))
+    own, ignored_names = set(vars(module)), names_ignored_by_ddp(module)
+    left = {one for n, one in (*module.named_parameters(), *module.named_buffers()) if n in ignored_names}
     # None: the root's parameters stay gathered from forward to backward, which follow each other at once.
     for part, reshards in [*((unit, policy.reshard_after_forward) for unit in units), (module, None)]:
-        _make_on_device(part, whole, to_reset, group, device)
+        _make_on_device(part, whole, to_reset, left, group, device)
         # Gradients of a module's own shards in fp64 are summed in that, and all others in fp32.
         dtypes = {one.dtype for one in part.parameters() if one not in whole and not isinstance(one, DTensor)}
         summed_in = None if torch.float64 in dtypes else torch.float32
@@ -216,18 +202,28 @@ def _make_on_device(
     module: nn.Module,
     whole: set[Tensor],
     to_reset: Collection[nn.Module],
+    left: Collection[Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
     """Brings tensors that are not sharded yet to a device, with rank 0's values. Collective.
 
     Every rank resets the parts in ``to_reset``, so that all random generators stay synchronized. Replacements of
-    parameters in ``whole`` are added to it.
+    parameters in ``whole`` are added to it. Tensors in ``left`` keep each rank's values.
+
+    Raises:
+        ValueError: Such a tensor has no values.
     """
     replaced: dict[Tensor, nn.Parameter] = {}
     for part in module.modules():
         before = dict(part.named_parameters(recurse=False))
-        if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
+        tensors = [*before.values(), *part.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors):
+            if any(tensor in left for tensor in tensors):
+                raise ValueError(
+                    f"{type(part).__name__} is on the meta device without values, and a name of it is in"
+                    " `_ddp_params_and_buffers_to_ignore`, so that no rank gets another one's. Make it on the host."
+                )
             part.to_empty(device=device, recurse=False)
             if part in to_reset:
                 part.reset_parameters()  # type: ignore[operator]
@@ -238,4 +234,4 @@ def _make_on_device(
     tensors = [one for one in (*module.parameters(), *module.buffers()) if not isinstance(one, DTensor)]
     for tensor in tensors:
         tensor.data = tensor.data.to(device)
-    broadcast_tensors(tensors, group)
+    broadcast_tensors((tensor for tensor in tensors if tensor not in left), group)

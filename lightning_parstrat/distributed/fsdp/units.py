@@ -54,7 +54,7 @@ def find_units(
     return [m for m in list(module.modules())[:0:-1] if m in chosen and _holds_all_it_has(m, registrations)]
 
 
-def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tensor]:
+def whole_parameters(module: nn.Module, units: Sequence[nn.Module], roots_too: bool) -> set[Tensor]:
     """Parameters that FSDP2 cannot shard, or only after a change: they stay whole on every rank.
 
     There are four kinds. First, parameters without a dimension or an element, complex ones, and those that have no
@@ -64,12 +64,13 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
     Args:
         module: The root.
         units: The result of :func:`find_units`.
+        roots_too: Whether all parameters outside of units stay whole, too.
     """
     ignored = names_ignored_by_ddp(module)
     whole: set[Tensor] = {p for name, p in module.named_parameters() if name in ignored or not _can_be_sharded(p)}
     whole |= sharing_memory([*module.parameters(), *module.buffers()]) & set(module.parameters())
     taken: set[Tensor] = set()
-    for unit in (*units, module):
+    for unit in units if roots_too else (*units, module):
         own = [p for p in unit.parameters() if p not in taken and p not in whole]
         taken.update(own)
         sizes: Counter[object] = Counter()
@@ -77,7 +78,7 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
             sizes[parameter.dtype] += parameter.numel()
         common = sizes.most_common(1)
         whole |= {p for p in own if p.dtype != common[0][0]}
-    return whole
+    return whole | (set(module.parameters()) - taken)
 
 
 def rounded_by_autocast(module: nn.Module) -> set[Tensor]:

@@ -9,11 +9,11 @@ are gathered in fewer bits than their shards have, a copy would round the shards
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_parstrat.distributed.engine.cuts import local, own_rows
 from lightning_parstrat.distributed.torch_compat import call_before_freeing, copy_all, gathered_by_fsdp
@@ -29,12 +29,13 @@ class Writes:
     It costs a copy of this rank's shards each time that parameters are freed.
 
     Args:
-        parts: By name, the modules that FSDP2 has sharded.
-        names: Names of the sharded parameters.
+        module: FSDP2 has sharded it, and modules below it.
         device: The device of the parameters.
     """
 
-    def __init__(self, parts: Mapping[str, Any], names: Mapping[Tensor, str], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        parts: dict[str, Any] = {n: part for n, part in module.named_modules() if isinstance(part, FSDPModule)}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._parts = list(parts)
         self._rounded = torch.zeros(len(parts), dtype=torch.bool, device=device)
         self._read = torch.zeros(len(parts), dtype=torch.bool, pin_memory=device.type == "cuda")

@@ -12,8 +12,7 @@ from typing_extensions import override
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine.cuts import Cut, Run, cuts_in_rows
 from lightning_parstrat.distributed.engine.state import grouped_parameters
-from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
-from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module, module_sharding
+from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     gather_optimizer_state,
@@ -33,12 +32,12 @@ class FullyShardedState(TrainingState):
     Args:
         strategy: The strategy with the module and the optimizers.
         ranks: The strategy's ranks.
-        sharded: Returns the engine that shards the module. None outside of a training.
+        free: Frees parameters that are gathered, and checks what was written to them.
     """
 
-    def __init__(self, strategy: DDPStrategy, ranks: Ranks, sharded: Callable[[], ShardedModule | None]) -> None:
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, free: Callable[[], None]) -> None:
         super().__init__(strategy)
-        self._ranks, self._sharded = ranks, sharded
+        self._ranks, self._free = ranks, free
 
     @override
     def is_sharded(self, optimizer: Optimizer) -> bool:
@@ -48,13 +47,11 @@ class FullyShardedState(TrainingState):
     @override
     def is_whole(self) -> bool:
         # From the module, because it stays sharded when the training has ended.
-        return not is_sharded_module(self._module)
+        return module_sharding(self._module) is None
 
     @override
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
-        sharded = self._sharded()
-        if sharded is not None:
-            sharded.check_writes()
+        self._free()
         if saves_sharded:
             return self._module.state_dict()
         return gather_module_state(self._module, self._strategy.is_global_zero)
@@ -104,9 +101,7 @@ class FullyShardedState(TrainingState):
         # Before its setup, a module is whole, and takes whole weights.
         if self.is_whole:
             return {}
-        sharded = self._sharded()
-        if sharded is not None:
-            sharded.reshard()
+        self._free()
         named, cuts = self._module.named_parameters(remove_duplicate=False), self._cuts_of_parameters()
         return {name: cuts[parameter] for name, parameter in named if parameter in cuts}
 
