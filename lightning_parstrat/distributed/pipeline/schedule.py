@@ -1,4 +1,4 @@
-"""A training step over micro-batches, by one of torch's pipeline schedules."""
+"""A step over micro-batches, by one of torch's pipeline schedules."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class _Shaped(PipelineStage):
 
     @override
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_last:
+        if self.has_backward and not self.is_last:
             self._fit(self.grad_recv_info[bwd_chunk_id], self.sent[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
@@ -95,6 +95,16 @@ class _Shaped(PipelineStage):
         )
         self.fwd_cache.pop(chunk, None)
 
+    @override
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # If a rank has two stages in a row, torch asks in an evaluation, too.
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    @override
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def _fit(self, infos: Sequence[Any], shapes: Sequence[Tensor]) -> None:
         for info, like in zip(infos, shapes, strict=True):
             if info.buffer is not None and info.buffer.shape != like.shape:
@@ -103,7 +113,7 @@ class _Shaped(PipelineStage):
     @override
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         gradients = self.bwd_cache.get(bwd_chunk_id, ())
-        if not self.is_first:
+        if self.has_backward and not self.is_first:
             # What a loss does not depend on has no gradient, and the stage before waits for one. Gloo sends memory,
             # whatever the strides.
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -136,7 +146,7 @@ class _StageModule(nn.Module):
 
 
 class Pipeline:
-    """Trains the stages of this rank on micro-batches.
+    """Runs the stages of this rank on micro-batches.
 
     Args:
         cut: Runs a step in stages.
@@ -169,16 +179,17 @@ class Pipeline:
         self.own = stages.of_rank(self._rank)
         self.is_last = self._rank == self.last_rank
         """Whether this rank has the last stage."""
-        self._schedule: Any = None
-        self._torch_stages: list[_Shaped] = []
+        self._schedules: dict[bool, tuple[Any, list[_Shaped]]] = {}
+        """torch's schedules for training and evaluation, and their stages."""
         self._step: Step | None = None
         self._loss: Loss | None = None
         self._shapes: list[list[Any]] = []
+        self._given = 0
         self._seed: Seed = lambda *_: None
         self.fault: Exception | None = None
         """What has failed in the step on this rank."""
 
-    def train(self, step: Step, loss: Loss, shapes: list[list[Any]], seed: Seed) -> None:
+    def run(self, step: Step, loss: Loss, shapes: list[list[Any]], seed: Seed, trains: bool) -> None:
         """Runs forward and backward of a step's micro-batches. Gradients are added to the parameters'. Collective.
 
         A rank whose part has failed continues with zeros, and :attr:`fault` is its error.
@@ -186,25 +197,31 @@ class Pipeline:
         Args:
             step: Runs the module's step on a micro-batch.
             loss: See :data:`Loss`. Called on the rank of the last stage.
-            shapes: By micro-batch, the output of each block without values.
+            shapes: By micro-batch, the output of each block without values. An evaluation may have fewer micro-batches.
             seed: See :data:`Seed`.
+            trains: Whether there are backwards.
         """
-        self._step, self._loss, self._shapes, self._seed, self.fault = step, loss, shapes, seed, None
-        if self._schedule is None:
-            self._refuse_frozen()
-            self._make_schedule()
-        for stage in self._torch_stages:
-            first, stop = self._stages.blocks(stage.stage_index).start, self._stages.blocks(stage.stage_index).stop
-            stage.received = [_tensors(outputs[first - 1]) if first else [] for outputs in shapes]
-            stage.sent = [[] if stage.is_last else _tensors(outputs[stop - 1]) for outputs in shapes]
         count = self._micro_batches
+        self._step, self._loss, self._seed, self.fault = step, loss, seed, None
+        # Of micro-batches that are not there, torch sends zeros.
+        self._given, self._shapes = len(shapes), [*shapes, *shapes[-1:] * (count - len(shapes))]
+        if trains not in self._schedules:
+            if trains:
+                self._refuse_frozen()
+            self._schedules[trains] = self._make_schedule()
+        schedule, torch_stages = self._schedules[trains]
+        for stage in torch_stages:
+            own = self._stages.blocks(stage.stage_index)
+            stage.received = [_tensors(outputs[own.start - 1]) if own.start else [] for outputs in self._shapes]
+            stage.sent = [[] if stage.is_last else _tensors(outputs[own.stop - 1]) for outputs in self._shapes]
         begins, ends = 0 in self.own, self._stages.count - 1 in self.own
         inputs = (torch.zeros(count, 1, device=self._device),) if begins else ()
         # torch cuts these three into one element for each micro-batch.
         target = torch.zeros(count, device=self._device) if ends else None
         numbers = torch.arange(count)
+        run = schedule.step if trains else schedule.eval
         try:
-            self._schedule.step(*inputs, target=target, losses=[], return_outputs=False, number=numbers)
+            run(*inputs, target=target, losses=[], return_outputs=False, number=numbers)
         finally:
             self._step = self._loss = None
 
@@ -217,17 +234,18 @@ class Pipeline:
                 " trained. Set schedule='1f1b' or 'interleaved', or train a parameter of the first stage."
             )
 
-    def _make_schedule(self) -> None:
-        self._torch_stages = [self._make_stage(stage) for stage in self.own]
-        given: Any = self._torch_stages if takes_many(self._name) else self._torch_stages[0]
+    def _make_schedule(self) -> tuple[Any, list[_Shaped]]:
+        stages = [self._make_stage(stage) for stage in self.own]
+        given: Any = stages if takes_many(self._name) else stages[0]
         make = get_schedule_class(_CLASSES[self._name])
         try:
-            self._schedule = make(given, self._micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
+            made = make(given, self._micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
         except ValueError as error:
             raise ValueError(
                 f"schedule={self._name!r} of {self._stages.count} stages does not take microbatches="
                 f"{self._micro_batches}: {error} Set another number of micro-batches, or another schedule."
             ) from error
+        return made, stages
 
     def _make_stage(self, stage: int) -> _Shaped:
         own, is_last = self._stages.blocks(stage), stage == self._stages.count - 1
@@ -254,7 +272,7 @@ class Pipeline:
             raise AssertionError("a stage was run outside of a step")
         step = self._step
         try:
-            if self.fault is None:
+            if self.fault is None and number < self._given:
                 output = self._cut.run(
                     stage,
                     lambda: step(number, is_last),
@@ -281,67 +299,12 @@ class Pipeline:
         )
 
     def settle(self) -> None:
-        """Rebuilds the schedule in the next step, as this rank holds other parameters now."""
-        self._schedule = None
+        """Rebuilds schedules in the next step, as this rank holds other parameters now."""
+        self._schedules.clear()
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
         """See :meth:`CutModule.shapes`."""
         return self._cut.shapes(step)
-
-    def evaluate(self, step: Step, shapes: list[list[Any]], seed: Seed) -> list[Any]:
-        """Runs the forwards of micro-batches, one after the other. Collective.
-
-        Args:
-            step: Runs the module's step on a micro-batch.
-            shapes: By micro-batch, the output of each block without values.
-            seed: See :data:`Seed`.
-
-        Returns:
-            What the step has returned for each micro-batch, on the rank of the last stage. Elsewhere an empty list.
-        """
-        results: list[Any] = []
-        sent: list[Any] = []
-        self.fault, self._seed = None, seed
-        for number, outputs in enumerate(shapes):
-            local: Any = None
-            for stage in self.own:
-                output = self._evaluate_stage(stage, step, number, outputs, local, sent)
-                local = output
-                if stage == self._stages.count - 1:
-                    results.append(output)
-        for work in sent:
-            work.wait()
-        return results
-
-    def _evaluate_stage(
-        self, stage: int, step: Step, number: int, outputs: list[Any], local: Any, sent: list[Any]
-    ) -> Any:
-        own, is_last = self._stages.blocks(stage), stage == self._stages.count - 1
-        received: list[Tensor] = []
-        if stage:
-            before = self._stages.rank_of(stage - 1)
-            if before == self._rank:
-                received = _tensors(local)
-            else:
-                for like in _tensors(outputs[own.start - 1]):
-                    received.append(torch.empty(like.shape, dtype=like.dtype, device=self._device))
-                    dist.recv(received[-1], group=self._group, group_src=before)
-        output: Any = None
-        try:
-            if self.fault is None:
-                seed = functools.partial(self._seed, number)
-                output = self._cut.run(stage, lambda: step(number, is_last), received, outputs, seed)
-        except Exception as error:
-            self.fault = error
-        if is_last:
-            return output
-        if self.fault is not None:
-            output = [torch.zeros(o.shape, dtype=o.dtype, device=self._device) for o in _tensors(outputs[own.stop - 1])]
-        after = self._stages.rank_of(stage + 1)
-        if after != self._rank:
-            for tensor in _tensors(output):
-                sent.append(dist.isend(tensor.contiguous(), group=self._group, group_dst=after))
-        return output
 
 
 def _tensors(tree: Any) -> list[Tensor]:

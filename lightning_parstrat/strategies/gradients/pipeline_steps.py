@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
 from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
-from lightning_parstrat.distributed.pipeline.schedule import Pipeline, Seed, replayed
+from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, Seed, replayed
 from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
@@ -106,13 +106,7 @@ class PipelineSteps:
         """
         micro_batches, sizes = cut_batch(batch, self._micro_batches)
         sharded = self._parts.sharded
-        taken, losses = _Taken(self._module), dict[int, tuple[Tensor, float]]()
-        context = self._strategy.precision_plugin.train_step_context
-
-        def step(number: int, is_last: bool) -> Any:
-            self._look_at_left(number)
-            with taken.taking(number, is_last), context():
-                return self._module.training_step(micro_batches[number], *args)
+        losses: dict[int, tuple[Tensor, float]] = {}
 
         def loss(number: int, output: Any) -> Tensor | None:
             value, weight = _loss_and_weight(output)
@@ -126,15 +120,11 @@ class PipelineSteps:
             # 0 times NaN is NaN, and would make the whole batch NaN.
             return value * scale if scale else None
 
-        shapes = self._shapes_of("train", micro_batches, step)
         parameters = [one for one in self._module.parameters() if has_memory(one)]
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        if sharded is not None:
-            sharded.gather()
-        with _random_numbers(self._strategy.root_device) as seed:
-            self._pipeline.train(step, loss, shapes, seed)
+        taken = self._run("training_step", micro_batches, args, loss)
         if sharded is not None:
             try:
                 sharded.reduce(self._replicas, self._of_stage)
@@ -155,6 +145,25 @@ class PipelineSteps:
             one.grad = gradient
         taken.log(last.calls)
         return self._output(last.result, gradients)
+
+    def _run(self, name: str, micro_batches: Sequence[Any], args: Sequence[Any], loss: Loss) -> "_Taken":
+        """Runs a step on micro-batches, and takes what they log."""
+        taken, plugin = _Taken(self._module), self._strategy.precision_plugin
+        kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
+        context = getattr(plugin, f"{kind}_step_context")
+
+        def step(number: int, is_last: bool) -> Any:
+            self._look_at_left(number)
+            with taken.taking(number, is_last), context():
+                return getattr(self._module, name)(micro_batches[number], *args)
+
+        shapes = self._shapes_of(name, micro_batches, step)
+        if self._parts.sharded is not None:
+            # They stay gathered until the backwards, or the evaluation, have ended.
+            self._parts.sharded.gather()
+        with _random_numbers(self._strategy.root_device) as seed:
+            self._pipeline.run(step, loss, shapes, seed, trains=kind == "train")
+        return taken
 
     def _look_at_left(self, number: int) -> None:
         # What a block keeps, such as a table, is there after the first micro-batch, and stays.
@@ -198,29 +207,16 @@ class PipelineSteps:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
         """
         micro_batches, sizes = cut_batch(batch, min(self._micro_batches, count_samples(batch)))
-        taken, plugin = _Taken(self._module), self._strategy.precision_plugin
-        context = getattr(plugin, f"{name.removesuffix('idation_step').removesuffix('_step')}_step_context")
-
-        def step(number: int, is_last: bool) -> Any:
-            self._look_at_left(number)
-            with taken.taking(number, is_last), context():
-                return getattr(self._module, name)(micro_batches[number], *args)
-
-        shapes = self._shapes_of(name, micro_batches, step)
-        if self._parts.sharded is not None:
-            # They stay gathered until the evaluation has ended.
-            self._parts.sharded.gather()
-        with _random_numbers(self._strategy.root_device) as seed:
-            outputs = self._pipeline.evaluate(step, shapes, seed)
-        joined: Any = None
+        outputs: dict[int, Any] = {}
+        taken, joined, is_last = self._run(name, micro_batches, args, outputs.__setitem__), None, self._pipeline.is_last
         try:
-            joined = join_outputs(outputs, sizes) if outputs else None
+            joined = join_outputs([*outputs.values()], sizes) if is_last and self._pipeline.fault is None else None
         except ValueError as error:
             self._pipeline.fault = error
         last = self._tell(joined, taken, sizes)[self._pipeline.last_rank]
         taken.log(last.calls)
         device = self._strategy.root_device
-        return joined if outputs else replace_leaves(last.result, lambda tensor: tensor.to(device))
+        return joined if is_last else replace_leaves(last.result, lambda tensor: tensor.to(device))
 
     def _shapes_of(self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any]) -> list[Any]:
         found, fault, looked = [], None, False
