@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parstrat.core.tensor_trees import leaves
-
 _WHOLE = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 """What every micro-batch gets whole."""
 
@@ -20,13 +18,22 @@ def count_samples(batch: Any) -> int:
     Raises:
         ValueError: The batch has no tensor with a dimension.
     """
-    for _, tensor in leaves(_plain(batch)):
-        if tensor.dim():
-            return tensor.size(0)
+    for size in _sizes(batch):
+        return size
     raise ValueError(
         f"A batch of type {type(batch).__name__} has no tensor whose first dimension counts samples, so it cannot be"
         " cut into micro-batches. Let the collate function return tensors in dictionaries, lists or tuples."
     )
+
+
+def _sizes(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Tensor) and tree.dim():
+        yield tree.size(0)
+    elif isinstance(tree, Mapping):
+        yield from _sizes([*tree.values()])
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _sizes(value)
 
 
 def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
@@ -135,28 +142,12 @@ def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return torch.stack(weighed).sum(0)
 
 
-def _plain(batch: Any) -> Any:
-    """Other mappings as dictionaries, for a search."""
-    if isinstance(batch, Mapping):
-        return {key: _plain(value) for key, value in batch.items()}
-    return [_plain(one) for one in batch] if isinstance(batch, (list, tuple)) else batch
-
-
-def signature(tree: Any) -> tuple[Any, ...]:
+def signature(tree: Any) -> Any:
     """What the shapes of a step's tensors depend on: shapes, dtypes and whole numbers of its batch."""
-    return tuple(_signs(_plain(tree)))
-
-
-def _signs(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Tensor):
-        yield tuple(tree.shape), tree.dtype
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield key
-            yield from _signs(value)
-    elif isinstance(tree, list):
-        yield len(tree)
-        for value in tree:
-            yield from _signs(value)
-    elif isinstance(tree, int):
-        yield tree
+        return tuple(tree.shape), tree.dtype
+    if isinstance(tree, Mapping):
+        return tuple((key, signature(value)) for key, value in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return tuple(map(signature, tree))
+    return tree if isinstance(tree, int) else None

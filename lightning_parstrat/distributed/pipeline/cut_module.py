@@ -298,42 +298,25 @@ def _no_values(name: str) -> Any:
         ) from error
 
 
-class LeftTensors:
-    """Finds tensors that blocks leave on their modules: other stages would not see them. Not collective.
+def left_tensors(blocks: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """Tensors that blocks have left on their modules, by their places: other stages do not see them."""
+    return {
+        ".".join(map(str, (name, attribute, *leaf.path))): leaf.tensor
+        for block, root in blocks.items()
+        for name, part in root.named_modules(prefix=block)
+        for attribute, value in vars(part).items()
+        if not attribute.startswith("_")
+        for leaf in leaves(value)
+    }
 
-    Args:
-        blocks: The blocks of this rank by their names.
-    """
 
-    def __init__(self, blocks: dict[str, nn.Module]) -> None:
-        self._blocks, self._seen = blocks, dict[str, Tensor]()
-
-    def look(self) -> None:
-        """Notes the tensors that are there. Call it when blocks have run, before they run again."""
-        self._seen = self._all()
-
-    def places(self) -> list[str]:
-        """Where blocks have put other tensors since."""
-        return [place for place, tensor in self._all().items() if self._seen.get(place) is not tensor]
-
-    def fault(self) -> PipelineError | None:
-        """The error for a tensor that needs a gradient. None if there is none."""
-        found = self._all()
-        for place in self.places():
-            if found[place].grad_fn is not None:
-                return PipelineError(
-                    f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss. The stage that"
-                    " computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
-                    " else reads it. Or take a strategy that keeps the module whole."
-                )
-        return None
-
-    def _all(self) -> dict[str, Tensor]:
-        return {
-            ".".join(map(str, (name, attribute, *leaf.path))): leaf.tensor
-            for block, root in self._blocks.items()
-            for name, part in root.named_modules(prefix=block)
-            for attribute, value in vars(part).items()
-            if not attribute.startswith("_")
-            for leaf in leaves(value)
-        }
+def fault_of_left(left: dict[str, Tensor]) -> PipelineError | None:
+    """The error for a tensor that needs a gradient. None if there is none."""
+    for place, tensor in left.items():
+        if tensor.grad_fn is not None:
+            return PipelineError(
+                f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss. The stage that"
+                " computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
+                " else reads it. Or take a strategy that keeps the module whole."
+            )
+    return None

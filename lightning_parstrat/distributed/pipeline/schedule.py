@@ -98,7 +98,7 @@ class _Shaped(PipelineStage):
     @override
     def get_local_bwd_output(self, mb_index: int) -> Any:
         # If a rank has two stages in a row, torch asks in an evaluation, too.
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     @override
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -323,21 +323,14 @@ def replayed(value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float
         gradients: Parameters with their gradients, which it multiplies in place.
         scale: What they are multiplied by, besides the gradient of the loss.
     """
-    anchor = torch.zeros((), device=value.device, requires_grad=True)
-    return _Replay.apply(anchor, value, gradients, scale)  # type: ignore[no-untyped-call,no-any-return]
+    anchor = value.detach().clone().requires_grad_()
 
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-        ctx.gradients, ctx.scale = gradients, scale
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Any) -> Any:
-        factor = outer[0] * ctx.scale
-        for parameter, gradient in ctx.gradients:
-            own = gradient.mul_(factor.to(gradient.dtype))
+    def add(outer: Tensor) -> None:
+        for parameter, gradient in gradients:
+            own = gradient.mul_((outer * scale).to(gradient.dtype))
             parameter.grad = own if parameter.grad is None else parameter.grad + own
-        ctx.gradients = []
-        return None, None, None, None
+        gradients.clear()
+
+    anchor.register_hook(add)  # type: ignore[no-untyped-call]
+    # No leaf, as a loss is none.
+    return anchor.clone()

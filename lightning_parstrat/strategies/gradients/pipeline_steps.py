@@ -22,7 +22,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
-from lightning_parstrat.distributed.pipeline.cut_module import LeftTensors, PipelineError
+from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, fault_of_left, left_tensors
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, Seed, replayed
 from lightning_parstrat.distributed.torch_compat import has_memory
@@ -88,7 +88,7 @@ class PipelineSteps:
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
-        self._left, self._has_told_left = LeftTensors(parts.own_blocks), False
+        self._seen, self._has_told_left = dict[str, Tensor](), False
 
     @property
     def _module(self) -> Any:
@@ -131,7 +131,7 @@ class PipelineSteps:
             except ValueError as error:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
-            self._pipeline.fault = self._left.fault()
+            self._pipeline.fault = fault_of_left(self._left())
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
         if not self.has_trained and any_rank(any(weight for _, weight in last.result.values()), self._replicas):
             dropped = self._settle()
@@ -168,7 +168,12 @@ class PipelineSteps:
     def _look_at_left(self, number: int) -> None:
         # What a block keeps, such as a table, is there after the first micro-batch, and stays.
         if number == 1 and not self._has_told_left:
-            self._left.look()
+            self._seen = left_tensors(self._parts.own_blocks)
+
+    def _left(self) -> dict[str, Tensor]:
+        """What blocks have left since the second micro-batch began."""
+        found = left_tensors(self._parts.own_blocks)
+        return {place: one for place, one in found.items() if self._seen.get(place) is not one}
 
     def _settle(self) -> Mapping[Tensor, nn.Parameter]:
         """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
@@ -257,7 +262,7 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
-            [] if self._has_told_left or self._micro_batches == 1 else self._left.places(),
+            [] if self._has_told_left or self._micro_batches == 1 else [*self._left()],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
