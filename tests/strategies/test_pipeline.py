@@ -159,6 +159,34 @@ def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> No
         assert distance(own_logged, logged) <= 1e-5
 
 
+class Counts(Model):
+    """Counts what it sees, before the first block: by an attribute, a metric and a buffer."""
+
+    def build(self) -> None:
+        super().build()
+        self.batches, self.seen = 0, SumMetric()
+        self.register_buffer("samples", torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.batches += 1
+        self.samples = self.samples + len(batch)
+        self.seen.update(len(batch))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def counted(schedule: str) -> tuple[int, float, float]:
+    run, _ = fit(Counts, plain_sgd, {"schedule": schedule}, epochs=1, num_sanity_val_steps=0)
+    return run.module.batches, float(run.module.samples), float(run.trainer.callback_metrics["seen"])
+
+
+@pytest.mark.parametrize("schedule", slow_unless(lambda one: one == "interleaved", ["1f1b", "interleaved", "zbv"]))
+def test_code_before_the_blocks_counts_once_on_a_rank(pool: RankPool, schedule: str) -> None:
+    # Not once for each of the rank's stages.
+    expected = (-(-SAMPLES // BATCH) * MICRO, SAMPLES, SAMPLES)
+    assert pool.run(2, counted, schedule) == [expected, expected]
+
+
 def rounded(stages: bool) -> Any:
     """A training in bf16-mixed: in stages, or as one process that accumulates the same micro-batches."""
     torch.manual_seed(0)

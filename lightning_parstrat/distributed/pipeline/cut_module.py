@@ -8,7 +8,7 @@ was computed without values must not reach a block or a loss: that is found by i
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,8 @@ class CutModule:
         self._stages, self._sharded = stages, sharded
         within = {buffer for block in self._blocks for buffer in block.buffers()}
         self._outer_buffers = [buffer for buffer in module.buffers() if buffer not in within]
+        of_blocks = {part for block in self._blocks for part in block.modules()}
+        self._outer_modules = [part for part in module.modules() if part not in of_blocks]
         self._run: _Run | None = None
         called = [*enumerate(self._blocks)]
         self._hooks: list[RemovableHandle] = []
@@ -111,12 +113,10 @@ class CutModule:
 
         with nullcontext() if self._sharded is None else self._sharded.originals_in_place():
             # What modules keep, such as statistics, metrics or a table, is to be as before. Some has no values here.
-            kept = [(vars(part), _copied(vars(part))) for part in self._module.modules()]
             buffers = [(one, one.clone()) for one in self._module.buffers()]
-            if ends:
-                self._running(run, step, note)
-            for attributes, values in kept:
-                _restore(attributes, values)
+            with _restored(self._module.modules()):
+                if ends:
+                    self._running(run, step, note)
             _copy_back(buffers)
         return found
 
@@ -127,6 +127,7 @@ class CutModule:
         received: Sequence[Tensor],
         shapes: Sequence[Any],
         seed: Callable[[int], None],
+        keeps: bool,
     ) -> Any:
         """Runs a stage of a step.
 
@@ -137,6 +138,8 @@ class CutModule:
             shapes: See :meth:`shapes`.
             seed: Called with a number at the beginning, and before and after each block. It seeds random numbers. So a
                 block draws the same ones in whatever stage, and all stages draw the same ones outside of blocks.
+            keeps: Whether metrics and attributes outside of blocks stay as the step leaves them. That is so in one of a
+                rank's stages, as each runs the code before the first block.
 
         Returns:
             The output of the stage's last block. Of the last stage, what the step returns.
@@ -155,7 +158,8 @@ class CutModule:
         if own.start:
             run.outer = [(buffer, buffer.clone()) for buffer in self._outer_buffers]
         seed(0)
-        output = self._running(run, step, None)
+        with _restored([] if keeps else self._outer_modules):
+            output = self._running(run, step, None)
         what = "the result of the step" if is_last else f"the output of {self._names[own.stop - 1]!r}"
         self._refuse_without_values(output, what)
         if not is_last and own.stop <= len(shapes):
@@ -264,6 +268,15 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
         else:
             copied[name] = value, None
     return copied
+
+
+@contextmanager
+def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Attributes of modules are as before when it ends. Buffers that were changed in place stay changed."""
+    kept = [(vars(part), _copied(vars(part))) for part in modules]
+    yield
+    for attributes, values in kept:
+        _restore(attributes, values)
 
 
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:

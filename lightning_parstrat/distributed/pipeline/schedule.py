@@ -279,6 +279,7 @@ class Pipeline:
                     received,
                     self._shapes[number],
                     functools.partial(self._seed, number),
+                    keeps=stage == self.own[-1],
                 )
                 made = self._loss(number, output) if is_last else tuple(one.contiguous() for one in _tensors(output))
                 if made is not None:
