@@ -38,7 +38,6 @@ from lightning_parstrat.distributed.fsdp.state import (
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.fsdp.whole import shown_whole
-from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.torch_compat import refuse_captured_graphs
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
@@ -241,7 +240,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
-        return watch_gradients([leaf.tensor for leaf in self._fsdp_module.leaves], note)
+        return self._fsdp_module.watch(note)
 
     @override
     def _share_batch(self, batch: Any) -> Any:

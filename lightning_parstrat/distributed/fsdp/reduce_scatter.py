@@ -18,10 +18,12 @@ class ExchangedReduceScatter:
         collectives: Sum the gradients of all ranks, those of other copies included.
         travels_in: The dtype to which gradients are rounded before they are sent. None sends them unchanged. They are
             summed in their own dtype. Rounding needs two more buffers of the unit's gradients in this dtype.
-        before: Called before gradients are sent. It raises if other ranks do not send theirs.
+        before: Called with gradients before they are sent. It raises if other ranks do not send theirs.
     """
 
-    def __init__(self, collectives: Collectives, travels_in: torch.dtype | None, before: Callable[[], None]) -> None:
+    def __init__(
+        self, collectives: Collectives, travels_in: torch.dtype | None, before: Callable[[Tensor], None]
+    ) -> None:
         self._collectives = collectives
         self._travels_in = travels_in
         self._before = before
@@ -39,7 +41,7 @@ class ExchangedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Leaves this rank's part of the sum, or of the mean, in ``output_tensor``. Collective. It waits."""
-        self._before()
+        self._before(input_tensor)
         sent = input_tensor if self._travels_in is None else input_tensor.to(self._travels_in)
         self._collectives.reduce_scatter(sent, output_tensor).wait()
         # FSDP2 knows of the ranks of one copy.

@@ -37,6 +37,7 @@ from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
 from lightning_parstrat.distributed.fsdp.whole import STEPS
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
+from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.torch_compat import (
     call_before_gathers,
     current_graph_task_id,
@@ -132,6 +133,7 @@ class ShardedModule:
         """Called before each gather of a forward. It returns a function that is called after the gather."""
         self.unit_called = ""
         """The name of the unit that this rank has called last. Between steps, empty."""
+        self._note_reduced: Callable[[Tensor], None] | None = None
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
         self._run_through: set[int] = set()
@@ -277,9 +279,11 @@ class ShardedModule:
             self._used.add(number)
             self._graph_tasks.add(current_graph_task_id())
 
-    def _before_reduction(self) -> None:
+    def _before_reduction(self, gradients: Tensor) -> None:
         if self._before_gradients is not None:
             self._before_gradients()
+        if self._note_reduced is not None:
+            self._note_reduced(gradients)
 
     def reshard(self) -> None:
         """Frees gathered parameters. The module's parameters are then those that optimizers step. Not collective.
@@ -384,6 +388,24 @@ class ShardedModule:
         for number in sorted(self._run_through):
             self.units[number].set_reshard_after_backward(False, recurse=False)
             self.units[number].unshard()
+
+    def watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Passes the gradients of the next backward to a function: those of a unit together, before they are reduced.
+
+        Returns:
+            A function that ends it.
+        """
+        # Gradients that stay whole between micro-batches are reduced together with those of other micro-batches.
+        by_unit = self._policy.shard_gradients and dist.get_world_size(self._group) > 1
+        self._note_reduced = note if by_unit else None
+        leaves = [one.tensor for one in self.leaves if not by_unit or one.tensor is one.parameter]
+        end_leaves = watch_gradients(leaves, note)
+
+        def end() -> None:
+            self._note_reduced = None
+            end_leaves()
+
+        return end
 
     def free_after_backward(self) -> None:
         """Frees what FSDP2 leaves gathered after a backward. Not collective."""
