@@ -332,8 +332,8 @@ strategies/zero1.py: ranks begin differently
 strategies/test_realistic_trainings.py::test_ends_where_ddp_ends[GPT-zero1_custom-32-true-2]
 
 distributed/fsdp/sharding.py: shards begin differently
-- broadcast_tensors(t
-+ (t
+- broadcast_tensors((tensor for tensor in tensors if tensor not in left), group)
++ pass
 strategies/test_realistic_trainings.py::test_ends_where_ddp_ends[ResNet-zero3_custom-bf16-mixed-2]
 
 strategies/zero1.py: setting up draws a random number
