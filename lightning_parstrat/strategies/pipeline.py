@@ -48,7 +48,7 @@ from lightning_parstrat.strategies.checkpoint.training_state import TrainingStat
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
-from lightning_parstrat.strategies.lightning_compat import follow_device, minor, trained, wrapped
+from lightning_parstrat.strategies.lightning_compat import minor, trained, wrapped
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 
@@ -84,6 +84,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "pipeline_custom"
+    _divides_module = True
     _of_one_training = frozenset({"_steps", "_held", "_cut", "_engine"})
 
     def __init__(
@@ -135,26 +136,6 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._steps is None:
             raise AssertionError("a step was taken before the module was cut")
         return self._steps
-
-    @override
-    def model_to_device(self) -> None:
-        """Moves no parameters and buffers yet: each rank moves what it holds when the module is cut."""
-        follow_device(self._training_module, self.root_device)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Cuts the module, for evaluation and for training. Collective."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            super().setup(trainer)
-            return
-        # The same as Lightning's `setup`, without its broadcast of whole parameters.
-        if self.accelerator is None or self.model is None:
-            raise AssertionError("the strategy was set up before the Trainer has connected it")
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self.configure_ddp()
-        self.setup_precision_plugin()
 
     @override
     def configure_ddp(self) -> None:

@@ -3,16 +3,18 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
@@ -24,7 +26,7 @@ from lightning_parstrat.distributed.engine.activation_checkpointing import check
 from lightning_parstrat.strategies.data.even import make_even, users_own
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import replace_loaders, trainer_of
+from lightning_parstrat.strategies.lightning_compat import follow_device, replace_loaders, trainer_of
 from lightning_parstrat.strategies.parts import Part
 
 
@@ -50,6 +52,8 @@ class WrapperlessDDPStrategy(DDPStrategy):
     """
 
     _equal: "EqualRanks"
+    _divides_module: ClassVar[bool] = False
+    """Whether ranks have parts of the module: then it is divided, and moves to the device, in ``configure_ddp``."""
 
     @property
     @abstractmethod
@@ -91,6 +95,29 @@ class WrapperlessDDPStrategy(DDPStrategy):
             # Programs may read the arguments that the strategy was given.
             **given,
         )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up the module. A module that ranks divide is divided for evaluations, too. Collective."""
+        if trainer.state.fn == TrainerFn.FITTING or not self._divides_module:
+            super().setup(trainer)
+            return
+        # The same as Lightning's `setup`, without its broadcast of whole parameters.
+        if self.accelerator is None or self.model is None:
+            raise AssertionError("the strategy was set up before the Trainer has connected it")
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.configure_ddp()
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Moves the module to the device. Of one that ranks divide, each part moves when it is made."""
+        if self._divides_module:
+            follow_device(cast(LightningModule, self.lightning_module), self.root_device)
+        else:
+            super().model_to_device()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -45,7 +45,7 @@ from lightning_parstrat.strategies.checkpoint.training_state import TrainingStat
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
 from lightning_parstrat.strategies.gradients.observers import users_methods
-from lightning_parstrat.strategies.lightning_compat import averaged_copies, follow_device, returns_weights, trained
+from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
@@ -94,7 +94,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "zero3_custom"
-    _takes_shards = True
+    _takes_shards = _divides_module = True
     _of_one_training = frozenset({"_sharded"})
 
     def __init__(
@@ -162,26 +162,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             tensors = (*self._training_module.parameters(), *self._training_module.buffers())
             self._loads_after_setup = any_rank(any(tensor.is_meta for tensor in tensors), self._ranks.control)
         return self._loads_after_setup
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Shards the module, for evaluation and for training. Collective."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            super().setup(trainer)
-            return
-        # The same as Lightning's `setup`, without its broadcast of whole parameters.
-        if self.accelerator is None or self.model is None:
-            raise AssertionError("the strategy was set up before the Trainer has connected it")
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self.configure_ddp()
-        self.setup_precision_plugin()
-
-    @override
-    def model_to_device(self) -> None:
-        """Moves no parameters and buffers yet: they move unit by unit, when units are sharded."""
-        follow_device(self._training_module, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
