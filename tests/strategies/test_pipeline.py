@@ -255,7 +255,7 @@ def held_in_grid(strategy: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [(TWO, 4), ({**SHARDED, **SHARED}, 8)])
+@pytest.mark.parametrize(("strategy", "ranks"), [({}, 2), (TWO, 4), ({**SHARDED, **SHARED}, 8)])
 def test_the_ranks_of_a_stage_hold_what_the_plan_says(pool: RankPool, strategy: dict[str, Any], ranks: int) -> None:
     module, tensor = Planned(), strategy.get("tensor_parallel_size", 1)
     blocks = [one for block in module.blocks for one in block.parameters()]
@@ -264,9 +264,10 @@ def test_the_ranks_of_a_stage_hold_what_the_plan_says(pool: RankPool, strategy: 
     training = footprint.Training(parameters=every, devices=ranks, cut=cut)
     planned = footprint.pipeline(training, Grid(ranks=ranks, pipeline=2, tensor=tensor))
     # The plan counts gradients of one shard, too. What is in no block is whole, with its state.
-    gradients = 4 * (every - cut + cut / tensor) / 2 / 2
+    data = ranks // 2 // tensor
+    of_plan = planned.held - 4 * (every - cut + cut / tensor) / 2 / data
     outer = sum(one.numel() for one in module.parameters()) - every
-    assert max(pool.run(ranks, held_in_grid, strategy)) <= 1.03 * (planned.held - gradients) + 12 * outer
+    assert 0.97 * of_plan <= max(pool.run(ranks, held_in_grid, strategy)) <= 1.03 * of_plan + 12 * outer
 
 
 # Evaluation.
