@@ -75,6 +75,11 @@ def run(arguments: Namespace) -> int:
     """
     if not 0 <= arguments.reserve < 1:
         raise UsageError(f"--reserve {arguments.reserve:g}: write a part of the memory, such as 0.2: 0 <= reserve < 1.")
+    loads = arguments.loader_seconds
+    if loads < 0 or (loads and None in (arguments.bandwidth, arguments.compute_seconds)):
+        raise UsageError(
+            f"--loader-seconds {loads:g}: write seconds >= 0, and give --bandwidth and --compute-seconds, too."
+        )
     training, optimizer = _training(arguments)
     memory = None if arguments.memory is None else _quantity(arguments.memory, "--memory", "80GB or 24GiB")[0]
     room = None if memory is None else memory * (1 - arguments.reserve)
