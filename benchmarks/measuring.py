@@ -52,13 +52,13 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 class Stopwatch(Callback):
-    """Wall time and bytes of the steps after the first few, which allocate and settle.
+    """Wall time and bytes of steps within a training: not of the first few, which settle, and not of its end.
 
     It has no hook in which a strategy would have to show gradients, which costs communication.
     """
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
+    def __init__(self, warm_up: int, timed: int) -> None:
+        self.warm_up, self.timed = warm_up, timed
         self.steps = 0
         self.started = self.seconds = 0.0
         self.sent_at_start: int | None = None
@@ -71,16 +71,17 @@ class Stopwatch(Callback):
             self.traffic_at_start = _payload_counters(trainer)
             self.sent_at_start = _bytes_sent()
             self.started = time.perf_counter()
+        elif self.steps == self.warm_up + self.timed:
+            self._stop(trainer)
         self.steps += 1
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        timed = self.steps - self.warm_up
-        self.seconds = (time.perf_counter() - self.started) / timed
+    def _stop(self, trainer: Trainer) -> None:
+        self.seconds = (time.perf_counter() - self.started) / self.timed
         sent = _bytes_sent()
         if sent is not None and self.sent_at_start is not None:
-            self.sent = round((sent - self.sent_at_start) / timed * trainer.accumulate_grad_batches)
+            self.sent = round((sent - self.sent_at_start) / self.timed * trainer.accumulate_grad_batches)
         if self.traffic_at_start is not None:
-            self.payload = _payload(trainer, self.traffic_at_start, timed // trainer.accumulate_grad_batches)
+            self.payload = _payload(trainer, self.traffic_at_start, self.timed // trainer.accumulate_grad_batches)
 
 
 def _bytes_sent() -> int | None:
@@ -121,8 +122,8 @@ class StepTimes(Callback):
 class Phases(Callback):
     """Mean time of forward and of backward; where nothing is sent, as its hooks would have gradients be shown."""
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
+    def __init__(self, warm_up: int, timed: int) -> None:
+        self.warm_up, self.timed = warm_up, timed
         self.steps = 0
         self.at = self.forward = self.backward = 0.0
 
@@ -138,12 +139,11 @@ class Phases(Callback):
 
     def _lap(self) -> float:
         before, self.at = self.at, time.perf_counter()
-        return self.at - before if self.steps > self.warm_up else 0.0
+        return self.at - before if 0 < self.steps - self.warm_up <= self.timed else 0.0
 
     def means(self, seconds: float, accumulate: int) -> dict[str, float]:
         """Forward and backward per micro-batch, and whatever else there is per optimizer step."""
-        timed = self.steps - self.warm_up
-        forward, backward = self.forward / timed, self.backward / timed
+        forward, backward = self.forward / self.timed, self.backward / self.timed
         rest = max(seconds - forward - backward, 0.0) * accumulate
         return {"forward": forward, "backward": backward, "step": rest}
 
@@ -156,11 +156,12 @@ def make_decoder(arguments: argparse.Namespace) -> nn.Module:
 
 
 def fit(name: str, arguments: argparse.Namespace, callbacks: list[Callback]) -> None:
-    """Trains for the steps that ``arguments`` name, under that strategy."""
+    """Trains for the steps that ``arguments`` name, and one more, under that strategy."""
     decoder = make_decoder(arguments)
     ranks = arguments.num_nodes * arguments.devices
     alone = name in (SINGLE_PROCESS, WHOLE_BATCH[1])
-    steps = arguments.warm_up + arguments.steps
+    # At the start of the last one, clocks stop: what a step sends is on the clock as often as what it computes.
+    steps = arguments.warm_up + arguments.steps + arguments.accumulate
     trainer = Trainer(
         accelerator="cpu",
         devices=1 if alone else arguments.devices,
@@ -182,7 +183,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds per micro-batch under that strategy as this rank sees them, and bytes per optimizer step."""
     if dist.is_initialized():
         dist.barrier()
-    stopwatch, phases = Stopwatch(arguments.warm_up), Phases(arguments.warm_up)
+    timed = arguments.warm_up, arguments.steps
+    stopwatch, phases = Stopwatch(*timed), Phases(*timed)
     alone = name == SINGLE_PROCESS
     fit(name, arguments, [stopwatch, phases] if alone else [stopwatch])
     result: dict[str, Any] = {"seconds": stopwatch.seconds, "sent": stopwatch.sent, "payload": stopwatch.payload}
