@@ -601,9 +601,13 @@ def run_hooks_after_state_dict(optimizer: Optimizer, state_dict: dict[Any, Any])
     return state_dict
 
 
-def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
-    """Whether an optimizer's ``step`` is a learning rate scheduler's wrapper."""
-    return hasattr(step, "_wrapped_by_lr_sched")
+def is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether a program has replaced ``step`` on the object. A wrapper of a learning rate scheduler does not count."""
+    step, of_class = vars(optimizer).get("step"), type(optimizer).step
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        # The one that was there before the scheduler.
+        return getattr(step, "__wrapped__", of_class) is not of_class
+    return step is not None
 
 
 def mark_as_wrapped(step: Callable[..., Any]) -> None:

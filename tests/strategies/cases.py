@@ -262,6 +262,7 @@ CASES = {
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),
     "needs the loss": Case(zoo.MLP, odd_optimizers.NeedsTheLoss),
     "replaced step": Case(zoo.MLP, odd_optimizers.replaced_step),
+    "replaced step, a scheduler": Case(zoo.MLP, odd_optimizers.replaced_and_wrapped_step),
     "globally scaled, hidden gan": Case(zoo.Adversarial, odd_optimizers.GloballyScaled, oracle="ddp"),
     "fused, a scaler": Case(zoo.MLP, fused, trainer={"fp16": True}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)),
     # Without master weights, as DDP has none.

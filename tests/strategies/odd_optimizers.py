@@ -1,5 +1,6 @@
 """Optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -151,4 +152,18 @@ def replaced_step(parameters: Iterable[Any]) -> Optimizer:
         return step(closure)
 
     optimizer.step = half_a_step  # type: ignore[method-assign]
+    return optimizer
+
+
+def replaced_and_wrapped_step(parameters: Iterable[Any]) -> Optimizer:
+    """A learning rate scheduler has wrapped what a user has put in the place of `step`."""
+    optimizer = adamw(parameters)
+
+    def half_a_step(optimizer: Any, closure: Closure = None) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.005
+        return type(optimizer).step(optimizer, closure)
+
+    optimizer.step = types.MethodType(half_a_step, optimizer)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     return optimizer

@@ -79,6 +79,7 @@ ARRIVE_IN_THE_STEP = {
     "lbfgs, line search",
     "no torch optimizer",
     "replaced step",
+    "replaced step, a scheduler",
     "two heads, many optimizers look",
     *KEPT_WHOLE,
     # Who holds the memory sees what it holds when the step ends.

@@ -32,7 +32,7 @@ from lightning_parstrat.distributed.engine.stepping import (
 from lightning_parstrat.distributed.torch_compat import (
     attributes_without_hooks,
     has_memory,
-    is_wrapped_by_scheduler,
+    is_step_replaced,
     names_ignored_by_ddp,
     takes_hooks,
     without_step_hooks,
@@ -112,7 +112,7 @@ def _replaced_method(optimizer: Optimizer) -> str | None:
     """A method that sharding would replace, if the user's is not an ordinary method of the class."""
     own = vars(optimizer)
     for name in sorted(METHODS):
-        if name in own and not (name == "step" and is_wrapped_by_scheduler(optimizer.step)):
+        if is_step_replaced(optimizer) if name == "step" else name in own:
             return name
         if isinstance(inspect.getattr_static(type(optimizer), name), property):
             return name

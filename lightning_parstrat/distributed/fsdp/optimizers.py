@@ -29,7 +29,7 @@ from lightning_parstrat.distributed.engine.stepping import (
     stepping_by,
 )
 from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like, with_own_part
-from lightning_parstrat.distributed.torch_compat import is_wrapped_by_scheduler, mark_as_wrapped, without_step_hooks
+from lightning_parstrat.distributed.torch_compat import is_step_replaced, mark_as_wrapped, without_step_hooks
 
 STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 """torch's optimizers whose update of an element depends on others. Exact classes: a subclass may differ."""
@@ -54,7 +54,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
         if mesh is None:
             continue
         meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
-        is_replaced = "step" in vars(optimizer) and not is_wrapped_by_scheduler(optimizer.step)
+        is_replaced = is_step_replaced(optimizer)
         reason = "its `step` was replaced on the object" if is_replaced and len(meshes) > 1 else ""
         if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
             if not is_replaced:
