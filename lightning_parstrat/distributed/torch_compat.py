@@ -82,14 +82,11 @@ Used through this file: what for | what happens without it.
         Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
         optimizer run twice in a step, or on a copy.
     torch.optim.Optimizer._optimizer_step_post_hooks
-        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
-        optimizer run twice in a step, or on a copy.
+        As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
     torch.optim.Optimizer._optimizer_state_dict_pre_hooks
-        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
-        optimizer run twice in a step, or on a copy.
+        As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
     torch.optim.Optimizer._optimizer_state_dict_post_hooks
-        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
-        optimizer run twice in a step, or on a copy.
+        As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
     torch.optim.lr_scheduler._wrapped_by_lr_sched
         Separates a scheduler's wrapper of `step` from a user's, and marks the method that replaces it | An optimizer
         with a scheduler is stepped on all ranks, as under `ddp`.
@@ -173,11 +170,6 @@ accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator
     "_post_accumulate_grad_hooks"
 )
 """The hooks for a parameter's accumulated gradient, by their ids, in the order of registration."""
-
-
-def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
-    """All hooks for the parameters' accumulated gradients."""
-    return [hook for of_one in map(accumulated_gradient_hooks, parameters) if of_one for hook in of_one.values()]
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -279,9 +271,8 @@ def is_compiled_as_a_whole(module: nn.Module) -> bool:
     return any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
 
 
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """If the module was compiled in place, the function that calling the module calls."""
-    return module._compiled_call_impl
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = operator.attrgetter("_compiled_call_impl")
+"""If the module was compiled in place, the function that calling the module calls."""
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -295,18 +286,6 @@ def ignore_warnings_of_global_hooks(module: nn.Module) -> None:
 
     if any(isinstance(part, OptimizedModule) for part in module.modules()):
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-
-
-def refuse_captured_graphs(module: nn.Module) -> None:
-    """Raises an error if any part of the module was given to ``torch.cuda.make_graphed_callables``."""
-    # That function sets `forward` on the instance. A function has the module of its definition.
-    forwards = (vars(child).get("forward") for child in module.modules())
-    if any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards):
-        raise ValueError(
-            "A part of the module replays a CUDA graph that was captured before the training. The graph would read the"
-            " parameters' old memory. Train by `ddp`, or by `zero1_custom` with `torch.cuda.make_graphed_callables` in"
-            " `on_train_start`."
-        )
 
 
 profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
@@ -334,9 +313,8 @@ def sends_when_compiled(ddp: DistributedDataParallel) -> bool:
     return bool(cast(Any, ddp)._use_python_reducer)
 
 
-def check_reducer_finalized(ddp: DistributedDataParallel) -> None:
-    """Raises torch's own error if the wrapper's reducer still waits for gradients of the last backward."""
-    cast(Any, ddp)._check_reducer_finalized()
+check_reducer_finalized: Callable[[DistributedDataParallel], None] = operator.methodcaller("_check_reducer_finalized")
+"""Raises torch's own error if the wrapper's reducer still waits for gradients of the last backward."""
 
 
 def remove_hooks(ddp: DistributedDataParallel) -> None:
@@ -393,9 +371,8 @@ def gather_after_writes(module: nn.Module) -> None:
         group._reshard_after_forward_event = torch.cuda.current_stream(group.device).record_event()
 
 
-def version_of(tensor: Tensor) -> int:
-    """A count of the writes in place. It misses those through ``data``."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""A count of the writes in place. It misses those through ``data``."""
 
 
 def call_before_gathers(
@@ -516,9 +493,8 @@ def users_of_storage(tensor: Tensor) -> int:
 # Processes.
 
 
-def default_store() -> Store:
-    """The store by which the ranks of the default process group have connected."""
-    return _get_default_store()
+default_store: Callable[[], Store] = _get_default_store
+"""The store by which the ranks of the default process group have connected."""
 
 
 def nccl_backends() -> list[Any]:

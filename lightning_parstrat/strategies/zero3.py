@@ -23,7 +23,12 @@ from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreem
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, check_same_module, check_whole
+from lightning_parstrat.distributed.comm.module_states import (
+    broadcast_buffers,
+    check_same_module,
+    check_whole,
+    refuse_captured_graphs,
+)
 from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import check_parameters
@@ -38,7 +43,6 @@ from lightning_parstrat.distributed.fsdp.state import (
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.fsdp.whole import shown_whole
-from lightning_parstrat.distributed.torch_compat import refuse_captured_graphs
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState

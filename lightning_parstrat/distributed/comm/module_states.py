@@ -65,6 +65,18 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
 
 
+def refuse_captured_graphs(module: nn.Module) -> None:
+    """Raises an error if any part of the module was given to ``torch.cuda.make_graphed_callables``."""
+    # That function sets `forward` on the instance. A function has the module of its definition.
+    forwards = (vars(child).get("forward") for child in module.modules())
+    if any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards):
+        raise ValueError(
+            "A part of the module replays a CUDA graph that was captured before the training. The graph would read the"
+            " parameters' old memory. Train by `ddp`, or by `zero1_custom` with `torch.cuda.make_graphed_callables` in"
+            " `on_train_start`."
+        )
+
+
 def check_whole(module: nn.Module, flag: str) -> None:
     """Raises an error for a module whose parameters are in shards. Not collective.
 

@@ -27,6 +27,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
+from lightning_parstrat.distributed.comm.module_states import refuse_captured_graphs
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.work import Streams
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
@@ -42,11 +43,7 @@ from lightning_parstrat.distributed.engine.shardability import (
 from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, unshard
-from lightning_parstrat.distributed.torch_compat import (
-    is_compiled,
-    is_compiled_as_a_whole,
-    refuse_captured_graphs,
-)
+from lightning_parstrat.distributed.torch_compat import is_compiled, is_compiled_as_a_whole
 
 
 class ShardedDataParallel:

@@ -14,7 +14,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.engine.stepping import refuse_step_of_class
-from lightning_parstrat.distributed.torch_compat import gradient_hooks, has_global_step_hooks, has_step_hooks
+from lightning_parstrat.distributed.torch_compat import (
+    accumulated_gradient_hooks,
+    has_global_step_hooks,
+    has_step_hooks,
+)
 
 _OURS = "lightning_parstrat."
 _LIBRARIES = (
@@ -80,7 +84,8 @@ def observers_between_micro_batches(module: LightningModule, callbacks: Sequence
         Names to show to the user. Empty if there is no such code.
     """
     observers = [name for owner in (module, *callbacks) for name in _named(owner, (), _CLEARS)]
-    hooks = (hook.func if isinstance(hook, partial) else hook for hook in gradient_hooks(module.parameters()))
+    registered = (accumulated_gradient_hooks(parameter) or {} for parameter in module.parameters())
+    hooks = (one.func if isinstance(one, partial) else one for of_one in registered for one in of_one.values())
     if any(not (getattr(hook, "__module__", None) or "").startswith(_OURS) for hook in hooks):
         observers.append("hooks of parameters")
     return observers
