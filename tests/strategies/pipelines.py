@@ -73,6 +73,25 @@ class Planned(Model):
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
+class HeadFirst(Model):
+    """The head was registered before the blocks."""
+
+    def build(self) -> None:
+        super().build()
+        own = dict(self.named_children())
+        for name in own:
+            delattr(self, name)
+        self.last = nn.Linear(WIDTH, 24)
+        for name, child in own.items():
+            setattr(self, name, child)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 class Halves(Model):
     """A hook changes gradients."""
 

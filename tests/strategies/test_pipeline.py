@@ -30,10 +30,10 @@ from tests.strategies.pipelines import (
     BATCH,
     MICRO,
     SAMPLES,
-    WIDTH,
     Block,
     DropsOut,
     Halves,
+    HeadFirst,
     Hooked,
     Lengths,
     Measured,
@@ -48,26 +48,6 @@ from tests.strategies.pipelines import (
     loader,
     pipeline,
 )
-
-
-class HeadFirst(Model):
-    """The head was registered before the blocks."""
-
-    def build(self) -> None:
-        super().build()
-        own = dict(self.named_children())
-        for name in own:
-            delattr(self, name)
-        self.last = nn.Linear(WIDTH, 24)
-        for name, child in own.items():
-            setattr(self, name, child)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
 
 pytestmark = pytest.mark.skipif(minor(torch.__version__) < (2, 13), reason="torch's schedules before 2.13 are refused")
 
