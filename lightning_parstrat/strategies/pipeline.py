@@ -276,7 +276,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._held is not None and self._held.sharded is not None:
             prepare_optimizers(trained(self.optimizers), self._of_stage())
         for optimizer in trained(self.optimizers):
-            if needs_closure(optimizer):
+            if needs_closure(type(optimizer)):
                 raise MisconfigurationException(
                     f"{type(optimizer).__name__} evaluates the loss again within its step, which pipeline_custom cannot"
                     " do. Take another optimizer, or zero1_custom."

@@ -101,7 +101,7 @@ def _obstacle(optimizer: Optimizer) -> str:
         return f"its `{replaced}` was replaced on the object, not overridden by a subclass"
     if cls.state_dict is not Optimizer.state_dict:
         return "its class has its own `state_dict`"
-    if needs_closure(optimizer):
+    if needs_closure(cls):
         return f"its `step` needs a closure, and {_AGAIN}"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return "its `train` and `eval` change parameters outside of `step`"

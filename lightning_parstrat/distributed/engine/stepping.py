@@ -37,6 +37,9 @@ from lightning_parstrat.distributed.engine.state import (
 )
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 
+SHARDING = "_sharding"
+"""The attribute of an optimizer that has its :class:`OptimizerSharding`."""
+
 _STEPS = "_steps_otherwise"
 """An attribute of an optimizer while its own step runs. Meanwhile its class may step."""
 
@@ -83,17 +86,15 @@ def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` needs a closure. LBFGS is an example: it evaluates the loss several times."""
-    cls = type(optimizer)
-    return issubclass(cls, torch.optim.LBFGS) or _insists_on_closure(getattr(cls, "step", None))
+def _needs_closure(cls: type[Optimizer]) -> bool:
+    step = getattr(cls, "step", None)
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
 
 
 # Called in every step. Reading a signature takes longer than some steps do.
-@functools.lru_cache
-def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
-    closure = None if step is None else inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+needs_closure: Callable[[type[Optimizer]], bool] = cast(Any, functools.lru_cache(_needs_closure))
+"""Whether ``step`` of an optimizer's class needs a closure, as LBFGS does. It evaluates the loss several times."""
 
 
 @contextmanager
@@ -131,12 +132,12 @@ def evaluated_once(closure: Callable[[], Any], optimizer: str) -> Callable[[], A
 
 def is_sharded(optimizer: Optimizer) -> bool:
     """Whether the optimizer has a sharding. That remains after its training, until its state is unsharded."""
-    return "_sharding" in vars(optimizer)
+    return SHARDING in vars(optimizer)
 
 
 def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     """The sharding of a sharded optimizer, see :func:`is_sharded`."""
-    return cast(OptimizerSharding, vars(optimizer)["_sharding"])
+    return cast(OptimizerSharding, vars(optimizer)[SHARDING])
 
 
 class OptimizerSharding:
@@ -398,7 +399,7 @@ def shard_optimizer(sharding: OptimizerSharding) -> None:
     # Schedulers take it for their wrapper, which it may replace: an optimizer with a user's `step` is not sharded.
     mark_as_wrapped(sharding.methods["step"].__func__)
     # Not by `setattr`, which a class may have overridden.
-    vars(sharding.optimizer).update(sharding.methods, _sharding=sharding)
+    vars(sharding.optimizer).update({**sharding.methods, SHARDING: sharding})
 
 
 def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
@@ -448,4 +449,4 @@ def forget_sharding(optimizer: Optimizer) -> None:
         if own.get(name) is method:
             del own[name]
     sharding.guard.remove()
-    del own["_sharding"]
+    del own[SHARDING]

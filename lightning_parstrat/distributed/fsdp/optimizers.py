@@ -62,7 +62,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
         elif type(optimizer) in STEPPED_WHOLE and not is_replaced:
             vars(optimizer)["step"] = types.MethodType(_step_whole, optimizer)
             optimizer.register_step_pre_hook(refuse_step_of_class)
-        elif needs_closure(optimizer):
+        elif needs_closure(type(optimizer)):
             reason = "its `step` needs a closure, and looks at all parameters as one vector"
         else:
             reason = reason or reason_against_rows(optimizer, mesh)

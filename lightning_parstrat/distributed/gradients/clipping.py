@@ -21,7 +21,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.engine.cuts import local
-from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
+from lightning_parstrat.distributed.engine.stepping import SHARDING, OptimizerSharding
 from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
 
 _WIDE = (torch.float32, torch.float64)
@@ -233,10 +233,8 @@ def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:
 
     Exposed gradients are in ``param.grad`` on every rank. Users may change them, and the changed values count.
     """
-    if not is_sharded(optimizer):
-        return None
-    sharding = sharding_of(optimizer)
-    return sharding if sharding.attached and not sharding.exposes_gradients else None
+    sharding: OptimizerSharding | None = vars(optimizer).get(SHARDING)
+    return sharding if sharding is not None and sharding.attached and not sharding.exposes_gradients else None
 
 
 def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:

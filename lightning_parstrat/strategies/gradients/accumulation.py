@@ -262,7 +262,7 @@ class Accumulation(Part):
             *args: Passed to ``by_lightning``.
             **given: Passed to ``by_lightning``.
         """
-        if self._ranks.world_size > 1 and needs_closure(unwrapped(optimizer)):
+        if self._ranks.world_size > 1 and needs_closure(type(unwrapped(optimizer))):
             # By the loss, the optimizer decides how far to step, and whether to call again. All ranks need the same.
             closure = functools.partial(self._mean_loss, closure)
         try:

@@ -89,7 +89,6 @@ class GradientClipper:
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers whose gradients are clipped together with those of ``optimizer``. Collective."""
-        optimizer = unwrapped(optimizer)
         if self._policy.clip_scope == "optimizer":
             return [optimizer]
         return [other for other in map(unwrapped, self._optimizers()) if other is optimizer or has_gradients(other)]
@@ -112,11 +111,11 @@ class GradientClipper:
             StepSkipped: Gradients are not finite, and the policy is to skip or raise. Or no micro-batch of this step
                 has any weight.
         """
-        optimizer = unwrapped(optimizer)
         if self._is_weightless():
             raise StepSkipped
         if not self.looks_before_step:
             return
+        optimizer = unwrapped(optimizer)
         if optimizer not in self._measured:
             self._measure(optimizer, self._gradients([optimizer]))
         if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer):

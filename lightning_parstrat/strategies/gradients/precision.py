@@ -72,7 +72,7 @@ class _ClippingPrecision:
         scaler = _enabled_scaler(self)
         # Without a scale, no loss has been scaled yet.
         if scaler is not None and scaler.has_scaled:
-            for one in self._clipper.measured_with(optimizer):
+            for one in self._clipper.measured_with(unwrapped(optimizer)):
                 scaler.unscale_(one)
 
 
