@@ -21,6 +21,7 @@ from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import (
     all_have_same,
+    any_rank_for_each,
     check_agreement,
     gather_object,
     topology_of_ranks,
@@ -203,17 +204,18 @@ class Meetings(Part):
         return 0
 
     def meet(self) -> None:
-        """Lets groups meet now, with all that they have stepped since. Collective, if there is anything."""
+        """Lets groups meet now, with all that they have stepped or written since. Collective."""
         # After an exception, a training that has ended may still be saved.
         if self._engine is None or self._outer is None:
             return
         with self._meeting():
             self._outer.finish()
-        if self._apart:
-            self._launch(self._outer, sorted(self._apart))
-            with self._meeting():
-                self._outer.finish()
-            self._agree(self._outer, 0)
+            # A program may write to parameters after a step, such as one that clamps them.
+            written = any_rank_for_each(self._outer.are_apart(), self._ranks.control)
+        self._launch(self._outer, sorted(self._apart.union(one for one, is_apart in enumerate(written) if is_apart)))
+        with self._meeting():
+            self._outer.finish()
+        self._agree(self._outer, 0)
 
     def _launch(self, outer: OuterSteps, which: Sequence[int]) -> None:
         buckets = outer.buckets
@@ -306,6 +308,9 @@ class Meetings(Part):
         return torch.stack(sums).cpu() if sums else torch.zeros(0)
 
     def _log_norms(self, norms: Tensor) -> None:
+        if not norms.any():
+            # Nothing has moved since the last meeting.
+            return
         found = {f"outer_norm/group_{group}": norm for group, norm in enumerate(norms.tolist())}
         for logger in self._trainer.loggers:
             logger.log_metrics(found, step=self._trainer.global_step)

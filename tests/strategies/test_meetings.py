@@ -388,6 +388,14 @@ class Taught(zoo.MLP):
             one.data.lerp_(student.detach(), 0.5)
 
 
+class Clamped(zoo.MLP):
+    """Weights are clamped after each step, also after a meeting."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for one in self.parameters():
+            one.data.clamp_(-0.1, 0.1)
+
+
 class Unannounced(zoo.MLP):
     """Manual optimization with a backward that Lightning does not know of."""
 
@@ -401,6 +409,7 @@ class Unannounced(zoo.MLP):
 
 SPREADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a teacher": (Taught, {}),
+    "clamped": (Clamped, {"max_steps": 6}),
     "plain backward": (Unannounced, {}),
     "two optimizers": (zoo.Adversarial, {}),
     "bf16 parameters": (zoo.MLP, {"precision": "bf16-true"}),

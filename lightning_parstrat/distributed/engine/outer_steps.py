@@ -123,6 +123,14 @@ class OuterSteps:
         self._meeting = {}
         self._gatherer.finish_prompt()
 
+    @torch.no_grad()
+    def are_apart(self) -> list[bool]:
+        """Whether this rank's shards of each bucket differ from the global parameters. Collective within the group."""
+        self._gatherer.finish()
+        for bucket in self._global:
+            bucket.take_over_changes()
+        return [not torch.equal(_stepped(one), held.to(_stepped(one).dtype)) for one, held in self._global.items()]
+
     def _step(self, bucket: ParameterBucket, moved: Tensor, sent: Tensor) -> None:
         held, momentum = self._global[bucket], self._momentum.get(bucket)
         if momentum is not None:
