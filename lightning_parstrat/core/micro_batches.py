@@ -58,11 +58,11 @@ def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
     whole, rest = divmod(samples, micro_batches)
     sizes = [whole + (number < rest) for number in range(micro_batches)]
     begins = [sum(sizes[:number]) for number in range(micro_batches)]
-    cut = [_cut(batch, samples, slice(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True)]
-    return cut, sizes
+    parts = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+    return [_cut(batch, samples, part, is_batch=True) for part in parts], sizes
 
 
-def _cut(tree: Any, samples: int, part: slice) -> Any:
+def _cut(tree: Any, samples: int, part: slice, is_batch: bool = False) -> Any:
     if isinstance(tree, Tensor):
         if tree.dim() and tree.size(0) != samples:
             raise ValueError(
@@ -77,7 +77,8 @@ def _cut(tree: Any, samples: int, part: slice) -> Any:
             cut[key] = _cut(value, samples, part)  # type: ignore[index]
         return cut
     if isinstance(tree, (list, tuple)):
-        if _lists_samples(tree, samples):
+        # A batch has parts, such as images and labels, even if there are as many samples.
+        if not is_batch and _lists_samples(tree, samples):
             return tree[part]
         items = [_cut(value, samples, part) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
@@ -115,8 +116,12 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     elif isinstance(first, Mapping):
         return {key: join_outputs([one[key] for one in outputs], sizes) for key in first}
     elif isinstance(first, (list, tuple)):
-        if all(_lists_samples(one, size) for one, size in zip(outputs, sizes, strict=True)):
-            return [item for one in outputs for item in one]
+        # A step returns a tuple of parts, and a list of samples.
+        of_text = type(first) is tuple and all(isinstance(item, str) for one in outputs for item in one)
+        if (of_text or isinstance(first, list)) and all(
+            _lists_samples(one, size) for one, size in zip(outputs, sizes, strict=True)
+        ):
+            return type(first)(item for one in outputs for item in one)
         items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     elif isinstance(first, (int, float)) and not isinstance(first, bool):
@@ -130,8 +135,10 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _lists_samples(items: Sequence[Any], samples: int) -> bool:
-    """Whether there is an item for each sample, and not a few tensors of all samples."""
-    return len(items) == samples and not all(isinstance(one, Tensor) and _has(one, samples) for one in items)
+    """Whether there is an item for each sample, and not a few parts that have all samples."""
+    of_all = [isinstance(one, Tensor) and _has(one, samples) for one in items]
+    kinds = {(type(one), one.dim() if isinstance(one, Tensor) else 0) for one in items}
+    return len(items) == samples and not (all(of_all) or (any(of_all) and len(kinds) > 1))
 
 
 def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -1,5 +1,6 @@
 """Modules whose blocks are divided into stages, and their trainings."""
 
+import random
 from typing import Any
 
 import torch
@@ -90,6 +91,26 @@ class HeadFirst(Model):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+class ScaledByPython(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + random.random() * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class DropsByPython(Model):
+    """Blocks draw from Python's generator."""
+
+    block = ScaledByPython
+
+
+class SharesLayer(Model):
+    """Blocks of different stages have a layer in common."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.up = self.blocks[0].up
 
 
 class Halves(Model):

@@ -31,6 +31,7 @@ from tests.strategies.pipelines import (
     MICRO,
     SAMPLES,
     Block,
+    DropsByPython,
     DropsOut,
     Halves,
     HeadFirst,
@@ -40,6 +41,7 @@ from tests.strategies.pipelines import (
     Model,
     Normed,
     Planned,
+    SharesLayer,
     TiedAtTimes,
     Unfreezes,
     UnfreezesOnly,
@@ -79,6 +81,8 @@ CASES = {
     "adamw": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer=CLIP),
     "fused": Case(optimizer=fused, tolerance=2e-5, trainer=CLIP),
     "dropout": Case(DropsOut, ranks=(2, 4), alone_in_stages=True),
+    "dropout by Python": Case(DropsByPython, ranks=(2,), alone_in_stages=True),
+    "a shared layer": Case(SharesLayer, trainer=CLIP, ranks=(2, 4)),
     "statistics": Case(
         Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True
     ),
@@ -380,6 +384,25 @@ class Skips(Model):
         return self.head(self.norm(outputs[-1] + outputs[1]))
 
 
+class Anneals(Block):
+    """It returns a number that changes, next to its output."""
+
+    def forward(self, x: Any) -> Any:
+        x = x[0] if isinstance(x, tuple) else x
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x), self.calls
+
+
+class ReturnsNumbers(Model):
+    block = Anneals
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[0]))
+
+
 class Decides(Model):
     """Code decides by what the embedding returns."""
 
@@ -510,6 +533,7 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "skip": Refused(Skips, "what another stage computes"),
+    "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),

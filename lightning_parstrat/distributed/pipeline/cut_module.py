@@ -244,6 +244,19 @@ class CutModule:
                 f"{name!r} has returned tensors of {shown[0]}. From the shapes of its batch, {shown[1]} follows."
                 " The shapes that a block returns must not depend on values."
             )
+        if _numbers(output) != _numbers(expected):
+            raise PipelineError(
+                f"{name!r} has returned the numbers {_numbers(output)}, and {_numbers(expected)} for the first batch of"
+                " this shape. The next stage gets tensors alone: return a tensor for what changes."
+            )
+
+
+def _numbers(tree: Any) -> list[Any]:
+    """The numbers, and texts, in what a block returns."""
+    if isinstance(tree, (bool, int, float, str)):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [number for part in parts for number in _numbers(part)]
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:

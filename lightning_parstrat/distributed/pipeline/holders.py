@@ -83,10 +83,14 @@ def largest_stage(module: nn.Module, ranks: int) -> int:
 
 def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> dict[Tensor, tuple[int, ...]]:
     """The ranks that hold each parameter. All ranks hold what is in no block."""
-    of_block = {part: stages.rank_of(stages.stage_of(n)) for n, block in enumerate(blocks) for part in block.modules()}
+    of_block: dict[nn.Module, set[int]] = {}
+    for number, block in enumerate(blocks):
+        # Blocks may share a layer.
+        for part in block.modules():
+            of_block.setdefault(part, set()).add(stages.rank_of(stages.stage_of(number)))
     found: dict[Tensor, set[int]] = {}
     for part in module.modules():
-        ranks = {of_block[part]} if part in of_block else set(range(stages.ranks))
+        ranks = of_block.get(part, set(range(stages.ranks)))
         for tensor in part.parameters(recurse=False):
             found.setdefault(tensor, set()).update(ranks)
     return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}

@@ -75,11 +75,65 @@ def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
         trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None
 
 
+def _plateaus(trainer: Trainer) -> list[Any]:
+    """The schedulers that use a metric at the end of an epoch."""
+    return [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
+
+
+def metrics_of_schedulers(trainer: Trainer) -> dict[str, Any]:
+    """The metrics that schedulers will use when the epoch ends, as far as they are known."""
+    known = trainer.callback_metrics
+    return {one.monitor: known[one.monitor].cpu() for one in _plateaus(trainer) if one.monitor in known}
+
+
+def epoch_ends(trainer: Trainer) -> bool:
+    """Whether an epoch ends now, or with the validation that runs now. Schedulers that use a metric step then."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    return epochs.completed < epochs.processed or (trainer.validating and epoch_is_over(trainer))
+
+
+def step_plateaus(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    """Takes the steps of schedulers that were to come after a save. Lightning does not take them after a resume."""
+    for config in _plateaus(trainer):
+        if config.monitor in metrics and next_epoch(trainer) % config.frequency == 0:
+            config.scheduler.step(metrics[config.monitor])
+
+
+def end_resumed_epoch(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    """Lets schedulers that use a metric step at the end of a resumed epoch, if their metrics are known.
+
+    Args:
+        trainer: The Trainer.
+        metrics: Those of before the save. Others count if they were logged since.
+    """
+    loop: Any = trainer.fit_loop
+    used = {one.monitor for one in _plateaus(trainer)}
+    known = trainer.callback_metrics
+    known.update({name: value for name, value in metrics.items() if name not in known})
+    if loop.restarting and used and known.keys() >= used:
+        # Not by the loop's own setter, which takes a training with `max_steps` for a resumed one.
+        type(loop).__base__.restarting.fset(loop, False)
+
+
 def next_epoch(trainer: Trainer) -> int:
     """The number of the epoch that is resumed, or comes next."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     # Saved after an epoch's last batch, a checkpoint does not count the epoch yet.
     return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
+
+
+def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer) -> None:
+    """Makes Lightning count an epoch once that had ended before the save. With ``max_steps``, it ends that epoch again.
+
+    Args:
+        fit_loop: The loop's state, which is about to be loaded.
+        trainer: The Trainer.
+    """
+    epochs = fit_loop["epoch_progress"]
+    if trainer.max_steps != -1 and epochs["total"]["processed"] == epochs["total"]["ready"] > 0:
+        for counters in (epochs["total"], epochs["current"]):
+            counters["processed"] -= 1
+            counters["completed"] = counters["processed"]
 
 
 def begin_epoch_without_length(trainer: Trainer) -> None:

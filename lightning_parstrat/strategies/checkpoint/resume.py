@@ -26,12 +26,17 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
+    count_ended_epoch_once,
     count_epoch_as_begun,
     count_from_places,
     count_whole_epoch,
     draw_from_all_loaders,
+    end_resumed_epoch,
+    epoch_ends,
+    metrics_of_schedulers,
     next_epoch,
     set_back,
+    step_plateaus,
     validate_or_pass_over,
 )
 from lightning_parstrat.strategies.data.places import (
@@ -105,6 +110,7 @@ class Resume(Part):
         # The loaders that know their places, and how many have been followed in all.
         self._loaders, self._followed = list[weakref.ref[Any]](), 0
         self._has_resumed = self._trains = self._warned = False
+        self._metrics: Mapping[str, Any] = {}
         self._has_iterators = False
         # Whether a validation comes first when training begins. Afterwards Lightning knows it.
         self._is_due: bool | None = None
@@ -146,6 +152,8 @@ class Resume(Part):
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             for counters in (progress["total"], progress["current"]):
                 counters["completed"] = counters["processed"]
+        if trainer is not None and "loops" in checkpoint:
+            count_ended_epoch_once(checkpoint["loops"]["fit_loop"], trainer)
         self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:
@@ -270,6 +278,11 @@ class Resume(Part):
             # Lightning replaces the iterators before the first batch.
             for sampler in samplers:
                 sampler.undo_seed()
+        states = self._saved["ranks"] if own is None else [own]
+        self._metrics = next((one.get("metrics", {}) for one in states if one is not None), {})
+        if self._saved.get("epoch_ends", False):
+            step_plateaus(trainer, self._metrics)
+            self._metrics = {}
         begin_epoch_without_length(trainer)
         if any(sampler.recounts for sampler in samplers):
             count_from_places(trainer)
@@ -339,6 +352,8 @@ class Resume(Part):
             draw_from_all_loaders(self._trainer)
         self._trained_before = None
         self._has_iterators, self._is_due = False, None
+        end_resumed_epoch(self._trainer, self._metrics)
+        self._metrics = {}
 
     @override
     def on_train_end(self) -> None:
@@ -412,7 +427,8 @@ class Resume(Part):
         if point.within_epoch:
             self._warn_of_lost(point.places)
         # Raises if a loader's state cannot be pickled and loaded, before rank 0 waits for it.
-        own = pickle.loads(pickle.dumps({"rng": point.rng, "loaders": point.places}))
+        metrics = metrics_of_schedulers(trainer)
+        own = pickle.loads(pickle.dumps({"rng": point.rng, "loaders": point.places, "metrics": metrics}))
         if control is not None:
             of_ranks = gather_object(own, control.group)
         else:
@@ -427,6 +443,7 @@ class Resume(Part):
             "ranks": of_ranks,
             "within_epoch": point.within_epoch,
             "validation_is_due": point.validation_is_due,
+            "epoch_ends": epoch_ends(trainer),
         }
         loops = set_back(checkpoint["loops"], trainer, states_in(point.places), _trained(trainer) - point.trained)
         return {**checkpoint, "loops": loops, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], RESUME: resumes}}

@@ -316,9 +316,8 @@ def _random_numbers(device: torch.device) -> Generator[Seed, None, None]:
     def seed(number: int, place: int) -> None:
         for seeded in (torch.default_generator, *modules):
             seeded.manual_seed((base + number * 1_000_003 + place) % 2**63)
-        if place == 0:
-            random.seed(base + number)
-            np.random.seed((base + number) % 2**32)
+        random.seed(base + number * 1_000_003 + place)
+        np.random.seed((base + number * 1_000_003 + place) % 2**32)
 
     try:
         yield seed

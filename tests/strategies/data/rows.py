@@ -334,6 +334,7 @@ QUICK: dict[str, Row] = {
 }
 HOOKS: dict[str, Row] = {
     "any hook": in_hooks(shuffled, (*BEGINS, *ENDS, *BATCHES), {}, TUNED, SHARDED),
+    "any hook, by steps": in_hooks(shuffled, (*BEGINS, *ENDS, *BATCHES), {"max_steps": 15, "max_epochs": -1}),
     "every other epoch": in_hooks(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
     "twice an epoch": in_hooks(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}, TUNED),
     "in windows": in_hooks(shuffled, (*BEGINS, *ENDS, BATCHES[1]), BY_TWO, ZERO1, {"shard_gradients": True}),

@@ -41,7 +41,11 @@ class Sees(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+        schedulers: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+        if "val_check_interval" in self.row.arguments:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.5)
+            schedulers.append({"scheduler": plateau, "monitor": "val", "strict": False})
+        return [optimizer], schedulers
 
     def on_train_end(self) -> None:
         (state,) = [optimizer.state_dict() for optimizer in self.trainer.strategy.optimizers]
