@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parstrat.core.wording import counted
+
 _WHOLE = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 """What every micro-batch gets whole."""
 
@@ -52,8 +54,8 @@ def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
     samples = count_samples(batch)
     if samples < micro_batches:
         raise ValueError(
-            f"A batch of {samples} samples cannot be cut into microbatches={micro_batches}. Set at most as many"
-            " micro-batches as the smallest batch has samples, or `drop_last=True` in the loader."
+            f"A batch of {counted(samples, 'sample')} cannot be cut into microbatches={micro_batches}. Set at most"
+            " as many micro-batches as the smallest batch has samples, or `drop_last=True` in the loader."
         )
     whole, rest = divmod(samples, micro_batches)
     sizes = [whole + (number < rest) for number in range(micro_batches)]

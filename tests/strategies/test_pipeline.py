@@ -521,6 +521,15 @@ class NoTensor(Model):
         return {"samples": batch, "table": torch.zeros(3, 2)}
 
 
+class Choosy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class DecidesInBlock(Model):
+    block = Choosy
+
+
 class Refused(NamedTuple):
     """A training, and the text of its error on rank 0 and 1."""
 
@@ -535,6 +544,7 @@ REFUSED = {
     "skip": Refused(Skips, "what another stage computes"),
     "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
+    "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "user's error": Refused(Fails, "the user's own"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parstrat.core.wording import listed
 
@@ -140,11 +141,13 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 def _is_cut(one: PlannedLayer, uses: Mapping[Tensor, int], kept_whole: Collection[Tensor]) -> bool:
     own = Counter(parameter for _, parameter in one.layer.named_parameters(remove_duplicate=False))
-    is_free = all(uses[parameter] == count and parameter not in kept_whole for parameter, count in own.items())
+    is_free = not is_parametrized(one.layer) and all(
+        uses[parameter] == count and parameter not in kept_whole for parameter, count in own.items()
+    )
     if not is_free and (one.gives_shards or one.takes_shards):
         raise TensorPlanError(
-            f"The tensor-parallel plan cuts {one.name!r}, which shares a parameter with another layer, or cannot be"
-            " sharded. Leave it out of the plan, and the layers that it is paired with."
+            f"The tensor-parallel plan cuts {one.name!r}, which shares a parameter with another layer, is"
+            " parametrized, or cannot be sharded. Leave it out of the plan, and the layers that it is paired with."
         )
     return is_free
 

@@ -320,7 +320,8 @@ def _no_values(name: str) -> Any:
         raise
     except Exception as error:
         raise PipelineError(
-            f"The shapes that {name!r} returns cannot be found without values: {type(error).__name__}: {error}"
+            f"The shapes that {name!r} returns cannot be found without values: {type(error).__name__}: {error}\n"
+            "In blocks, decide by shapes, not by values. In nn.TransformerEncoder, set `enable_nested_tensor=False`."
         ) from error
 
 

@@ -68,7 +68,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         local = local_path(path)
         try:
             if local is not None and local.is_file():
-                loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
+                loaded: Any = _mapped(local, map_location, weights_only)
                 if not isinstance(loaded, dict):
                     return loaded
                 # Copies of tensors outside of these: callbacks may keep them when a save replaces the file.
@@ -89,6 +89,25 @@ class DurableCheckpointIO(TorchCheckpointIO):
             remove_atomically(local)
         else:
             super().remove_checkpoint(path)
+
+
+def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
+    """What a file holds. torch opens it twice: if another file has taken its name meanwhile, that file is read."""
+    while True:
+        opened = _identity(path)
+        try:
+            loaded = torch.load(path, mmap=True, map_location=map_location, weights_only=weights_only)
+        except Exception:
+            if _identity(path) == opened:
+                raise
+        else:
+            if _identity(path) == opened:
+                return loaded
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def local_path(path: str | Path) -> Path | None:

@@ -1,6 +1,7 @@
 """What lies in a checkpoint's files, what is loaded from it, what hooks and plugins are given, and what is refused."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,22 @@ def test_wrappers_within_wrappers_are_given_an_innermost_one(tmp_path: Path, str
         io.teardown()
         io.checkpoint_io.teardown()
         assert load(tmp_path / f"{inner}.ckpt") == {"one": 1}
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded_is_read_from_one_save(tmp_path: Path) -> None:
+    path, io = tmp_path / "last.ckpt", DurableCheckpointIO()
+
+    def save(number: int) -> None:
+        io.save_checkpoint({"number": number, "state_dict": {"weight": torch.full((100,), number)}}, path)
+
+    save(0)
+    with ThreadPoolExecutor(1) as another_job:
+        saves = [another_job.submit(save, number) for number in range(300)]
+        while not saves[-1].done():
+            loaded = io.load_checkpoint(path)
+            assert_same(loaded["state_dict"]["weight"], torch.full((100,), loaded["number"]))
+    for one in saves:
+        one.result()
 
 
 class CountsLoads(zoo.MLP):

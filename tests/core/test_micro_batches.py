@@ -1,0 +1,104 @@
+"""How a batch is cut into micro-batches, and how what steps return is joined."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lightning_parstrat.core.micro_batches import cut_batch, join_outputs
+from tests.comparing import assert_same
+
+
+class Pair(NamedTuple):
+    images: Any
+    labels: Any
+
+
+IMAGES = torch.arange(12.0).reshape(4, 3)
+LABELS = torch.arange(4)
+BATCHES = {
+    "a tensor": (IMAGES, [IMAGES[:2], IMAGES[2:]]),
+    "a tuple": ((IMAGES, LABELS), [(IMAGES[:2], LABELS[:2]), (IMAGES[2:], LABELS[2:])]),
+    "a named tuple": (Pair(IMAGES, LABELS), [Pair(IMAGES[:2], LABELS[:2]), Pair(IMAGES[2:], LABELS[2:])]),
+    "a list of samples": (
+        {"x": LABELS, "text": list("abcd")},
+        [{"x": LABELS[:2], "text": ["a", "b"]}, {"x": LABELS[2:], "text": ["c", "d"]}],
+    ),
+    "what has no samples": (
+        {"x": LABELS, "scale": 2.0, "temperature": torch.tensor(3.0), "name": "words"},
+        [
+            {"x": one, "scale": 2.0, "temperature": torch.tensor(3.0), "name": "words"}
+            for one in (LABELS[:2], LABELS[2:])
+        ],
+    ),
+    "as many parts as samples": (
+        [LABELS, LABELS, LABELS, ["a", "b", "c", "d"]],
+        [[LABELS[:2]] * 3 + [["a", "b"]], [LABELS[2:]] * 3 + [["c", "d"]]],
+    ),
+    "boxes of each sample": (
+        (IMAGES, [{"box": torch.zeros(number, 2)} for number in range(4)]),
+        [
+            (IMAGES[:2], [{"box": torch.zeros(number, 2)} for number in (0, 1)]),
+            (IMAGES[2:], [{"box": torch.zeros(number, 2)} for number in (2, 3)]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("batch", "expected"), BATCHES.values(), ids=BATCHES)
+def test_a_batch_is_cut_by_samples(batch: Any, expected: list[Any]) -> None:
+    parts, sizes = cut_batch(batch, 2)
+    assert sizes == [2, 2]
+    assert [type(one) for one in parts] == [type(one) for one in expected]
+    assert_same(parts, expected)
+
+
+def test_the_first_micro_batches_have_what_the_division_leaves() -> None:
+    parts, sizes = cut_batch(torch.arange(8), 3)
+    assert sizes == [3, 3, 2]
+    assert_same(torch.cat(parts), torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        (torch.zeros(1, 3), "A batch of 1 sample cannot be cut into microbatches=2"),
+        ((IMAGES, torch.zeros(3, 4)), r"shape \(3, 4\) in a batch of 4 samples"),
+        ((IMAGES, {1, 2}), "A set in a batch cannot be cut"),
+        ({"text": ["a", "b"]}, "no tensor whose first dimension counts samples"),
+    ],
+)
+def test_what_cannot_be_cut_is_an_error(batch: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        cut_batch(batch, 2)
+
+
+OUTPUTS: dict[str, tuple[list[Any], Any]] = {
+    "rows": ([IMAGES[:3], IMAGES[3:]], IMAGES),
+    "means": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
+    "numbers": ([1.0, 5.0], 2.0),
+    "a dictionary": (
+        [{"loss": torch.tensor(1.0), "rows": IMAGES[:3]}, {"loss": torch.tensor(5.0), "rows": IMAGES[3:]}],
+        {"loss": torch.tensor(2.0), "rows": IMAGES},
+    ),
+    "a list of samples": ([["a", "b", "c"], ["d"]], ["a", "b", "c", "d"]),
+    "a tuple of texts": ([("a", "b", "c"), ("d",)], ("a", "b", "c", "d")),
+    "a tuple of rows and texts": ([(IMAGES[:3], ["a", "b", "c"]), (IMAGES[3:], ["d"])], (IMAGES, ["a", "b", "c", "d"])),
+    "as many parts as samples": (
+        [(IMAGES[:3], torch.tensor(1.0), torch.tensor(1.0)), (IMAGES[3:], torch.tensor(5.0), torch.tensor(5.0))],
+        (IMAGES, torch.tensor(2.0), torch.tensor(2.0)),
+    ),
+    "what is the same": (["words", "words"], "words"),
+}
+
+
+@pytest.mark.parametrize(("outputs", "expected"), OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_joined_as_one_step_would_return_them(outputs: list[Any], expected: Any) -> None:
+    joined = join_outputs(outputs, [3, 1])
+    assert type(joined) is type(expected)
+    assert_same(joined, expected)
+
+
+def test_outputs_that_differ_and_are_no_numbers_are_an_error() -> None:
+    with pytest.raises(ValueError, match="values of type str that differ"):
+        join_outputs(["a", "b"], [3, 1])
