@@ -1,8 +1,10 @@
 """Files and folders are complete or absent, and what was there before stays until then."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,26 @@ def test_the_new_one_takes_the_place_of_the_old(tmp_path: Path, before: str, new
     assert {one.name for one in tmp_path.iterdir()} == left
     if before == "link":
         assert content(tmp_path / "target-of-last.ckpt") == "of the target"
+
+
+def test_another_job_may_look_for_it_between_the_two_renames(tmp_path: Path) -> None:
+    path, ended = tmp_path / "last.ckpt", threading.Event()
+    make(path, "folder", "old")
+
+    def look() -> None:
+        while not ended.is_set():
+            recover(path)
+
+    with ThreadPoolExecutor(1) as another_job:
+        looking = another_job.submit(look)
+        try:
+            for number in range(500):
+                make(tmp_path / "new", "folder", f"{number}")
+                put_in_place(tmp_path / "new", path)
+                assert content(path) == f"{number}"
+        finally:
+            ended.set()
+    looking.result()
 
 
 def replaced_until(end: BaseException, path: Path, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
