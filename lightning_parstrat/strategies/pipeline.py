@@ -8,7 +8,13 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -198,8 +204,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 " Take StochasticWeightAveraging with shard='state', or zero3_custom."
             )
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
-        if self._divides_blocks:
-            self._refuse_callback(StochasticWeightAveraging, fits, "Set shard='state' and tensor_parallel_size=1.")
+        for kind in (StochasticWeightAveraging, LearningRateFinder) if self._divides_blocks else ():
+            self._refuse_callback(kind, fits, "Set shard='state' and tensor_parallel_size=1.")
         kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, _BATCH_NORMS))
         if fits and kinds:
             self._fit_report.say(

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -554,6 +559,7 @@ REFUSED = {
     "held parameters": Refused(Remembers, "through an object from before the training"),
     "averages": Refused(Model, "cannot save averages", trainer={"callbacks": [EMAWeightAveraging()]}),
     "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
+    "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
     "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
