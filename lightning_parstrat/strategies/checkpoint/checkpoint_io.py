@@ -3,6 +3,7 @@
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,19 @@ def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
         try:
             loaded = torch.load(path, mmap=True, map_location=map_location, weights_only=weights_only)
         except Exception:
-            if _identity(path) == opened:
+            if _identity(path) in (opened, None):
                 raise
         else:
-            if _identity(path) == opened:
+            if _identity(path) in (opened, None):
                 return loaded
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from others that have had its name. None if it is gone."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_ino, stat.st_mtime_ns
+    return None
 
 
 def local_path(path: str | Path) -> Path | None:
