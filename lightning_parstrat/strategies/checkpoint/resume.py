@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.global_batch import Division
@@ -240,8 +242,10 @@ class Resume(Part):
         if len(known) < len(places):
             return False
         positions = [place.get("position") for place in known]
-        if self._own is not None and known:
-            sampler.set_generators(known[0].get("generators", ()))
+        generators = [place.get("generators", []) for place in known]
+        # Ranks that share an order draw the same numbers, so other ranks continue it, too.
+        if generators and all(_are_equal(generators[0], others) for others in generators[1:]):
+            sampler.set_generators(generators[0])
         if not (self._saved["within_epoch"] and any(positions)):
             return True
         is_divided = sampler.division is not None
@@ -463,6 +467,10 @@ class Resume(Part):
                 " `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it is used in two places, give"
                 " each a separate loader."
             )
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def _trained(trainer: Trainer) -> int:

@@ -298,17 +298,20 @@ KEPT = {
     "zero3, divided": Row("zero3_custom", [1, 2, 1], "AdamW"),
     "saved after validation": Row("zero1_custom"),
     "the user accumulates more": Row("zero1_custom", accumulate=2),
+    "own order": Row("zero1_custom", seed=5),
+    "own order, zero3": Row("zero3_custom", [1, 2, 1], "AdamW", seed=5),
 }
 
 
 def train_phase(row: Row, folder: str, phase: int, validates: bool = False) -> Trained:
     ranks, last = PHASES[phase] if phase >= 0 else (4, None)
     shares = row.shares if ranks == OF_3 else "equal"
+    own = {} if row.seed is None else {"sampler": in_own_order(row.seed)}
     return fit(
         STRATEGIES[row.strategy](keep_global_batch=True, rank_shares=shares),
         MODULES[row.module](),
         # No epoch ends with a step of less: `drop_last` keeps whole micro-batches of four ranks.
-        loader(OF_3, drop_last=True),
+        loader(OF_3, drop_last=True, **own),
         f"{folder}/{phase - 1}.ckpt" if phase > 0 else None,
         val=loader() if validates else None,
         max_steps=last or -1,
