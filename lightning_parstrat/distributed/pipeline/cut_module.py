@@ -182,7 +182,8 @@ class CutModule:
         if run.next < len(self._blocks):
             raise PipelineError(
                 f"A step has not called {self._names[run.next]!r}. Each block is to be called once in a step. Name the"
-                " classes of the blocks that are, by `auto_wrap_policy`."
+                " classes of the blocks that are, by `auto_wrap_policy`. What is not called, such as a teacher, needs"
+                " another class."
             )
         return output
 

@@ -61,7 +61,7 @@ class ShardedBlocks:
         device: torch.device,
     ) -> None:
         self._module = module
-        _refuse(module, blocks)
+        _refuse(module, blocks, grid)
         mesh = _mesh_of(grid, group, device)
         self.originals = {name: block for name, block in blocks.items() if name in own}
         """The blocks by their names. They have no values."""
@@ -205,13 +205,19 @@ def _mesh_of(grid: Grid, group: dist.ProcessGroup, device: torch.device) -> Devi
     return DeviceMesh.from_group(groups, device.type, mesh=rows, mesh_dim_names=("data", "tensor"))
 
 
-def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module], grid: Grid) -> None:
     """Raises an error for blocks that cannot be divided, the same on all ranks."""
     for name, block in blocks.items():
         if any(map(has_forward_hooks, block.modules())):
             raise ValueError(
                 f"A forward hook is registered on {name!r} or a module in it, and the ranks of a stage divide copies of"
                 " blocks. Register it in `on_fit_start`, or set shard='state' and tensor_parallel_size=1."
+            )
+        scalar = next((n for n, one in block.named_parameters() if grid.data > 1 and not one.dim()), None)
+        if scalar is not None:
+            raise ValueError(
+                f"The parameter '{name}.{scalar}' of a block has no dimension, and cannot be divided. Give it one, as"
+                " in `torch.ones(1)`, or set shard='state'."
             )
     owners: dict[Tensor, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

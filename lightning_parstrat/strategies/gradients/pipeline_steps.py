@@ -357,8 +357,9 @@ class _Taken:
             return
         if isinstance(value, Tensor) and not has_memory(value):
             raise PipelineError(
-                f"`self.log({name!r}, ...)` logs what another stage computes. The stage that computes the loss logs: it"
-                " sees its own blocks, and what follows them."
+                f"`self.log({name!r}, ...)` logs what another stage computes, such as a block's auxiliary loss. The"
+                " stage that computes the loss logs: it sees what the block before it returns, its own blocks, and what"
+                " follows."
             )
         kwargs.update(zip(_names_of_log(type(self._module))[3:], args, strict=False))
         calls.append(_Call(name, self._portable(value), kwargs))
