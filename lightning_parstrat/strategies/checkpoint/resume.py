@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -276,6 +278,8 @@ class Resume(Part):
         self._noted, self._warned, self._point = {}, False, None
         self._has_iterators = not ends_first
         self._trained_before = _trained_in_all(trainer) if within_epoch else None
+        if trainer.fit_loop.restarted_mid_epoch:
+            _warn_of_hooks(trainer)
         found = [positioned_sampler(loader) for loader, _ in iterators_in_training(trainer)]
         samplers = [sampler for sampler in found if sampler is not None]
         if ends_first:
@@ -467,6 +471,21 @@ class Resume(Part):
                 " `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it is used in two places, give"
                 " each a separate loader."
             )
+
+
+def _warn_of_hooks(trainer: Trainer) -> None:
+    """Warns of hooks that the uninterrupted training has called in the epoch, and Lightning does not call now."""
+    hook = "on_train_epoch_start"
+    callbacks = [one for one in trainer.callbacks if not isinstance(one, (ProgressBar, LearningRateMonitor))]
+    own = __name__.partition(".")[0]
+    owners = [one for one in (trainer.lightning_module, *callbacks) if not type(one).__module__.startswith(own)]
+    names = [type(one).__name__ for one in owners if is_overridden(hook, one)]
+    if names:
+        rank_zero_warn(
+            f"Training resumes within an epoch, and Lightning does not call `{hook}` of {', '.join(names)} again."
+            " What it has set, such as frozen layers or an accumulation factor, may be missing until the next epoch."
+            " Set it in `on_train_start`, too, or save at the end of an epoch."
+        )
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

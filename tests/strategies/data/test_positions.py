@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
@@ -302,6 +302,25 @@ def test_one_warning_at_the_save_names_the_loader_that_is_lost(pool: RankPool, t
         assert name in said[0] and "StatefulDataLoader" in said[0]
         # What does not know that it has begun an epoch goes on as under `ddp`.
         assert ["its place is not in the checkpoint" in one for one in said[1:]] == [True] * ("two places" in name)
+
+
+def warnings_of_hooks(folder: str) -> list[list[str]]:
+    """What is said of hooks that are not called again: within an epoch, without such a hook, and at an epoch's end."""
+    row, found = Row(loader, {"max_epochs": 2}), []
+    for number, (hook, factors) in enumerate(((BATCHES[1], True), (BATCHES[1], False), (ENDS[1], True))):
+        saves = Saves(f"{folder}/{number}", (2,), (hook,))
+        callbacks = [GradientAccumulationScheduler({0: 1, 1: 2})] if factors else []
+        fit(row, 0, saves, *callbacks)
+        (name, *_) = saves.saved
+        resumed = fit(row, 0, *callbacks, path=f"{folder}/{number}/{name}.ckpt")
+        found.append([one for one in resumed.said if "does not call `on_train_epoch_start`" in one])
+    return found
+
+
+def test_hooks_that_are_not_called_again_are_warned_of(pool: RankPool, tmp_path: Path) -> None:
+    ((within, without, at_end),) = pool.run(1, warnings_of_hooks, str(tmp_path))
+    assert len(within) == 1 and "of GradientAccumulationScheduler again" in within[0]
+    assert without == at_end == []
 
 
 def validated_before_training(folder: str) -> list[bool]:
