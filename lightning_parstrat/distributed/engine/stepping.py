@@ -34,6 +34,7 @@ from lightning_parstrat.distributed.engine.state import (
     gather_state_dict,
     grouped_parameters,
     own_state_dict,
+    shard_existing_state,
 )
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 
@@ -256,6 +257,9 @@ class OptimizerSharding:
         """Brings gradients and parameters to the shards."""
         before = len(self.buckets)
         added = self.adopt_added_parameters()
+        if not isinstance(self.optimizer.state, StateByShard):
+            # A program has replaced it, and will use parameters as keys.
+            self.optimizer.state = shard_existing_state(self.optimizer.state, self.slots)
         self.gatherer.finish()
         if added:
             self.reducer.reduce_left_over(self.buckets[before:])

@@ -17,7 +17,7 @@ import lightning_parstrat
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.comparing import assert_same
 from tests.pool import RankPool
-from tests.strategies import zoo
+from tests.strategies import odd, zoo
 from tests.strategies.checkpoint.trainings import elements_of, load, make, write
 from tests.strategies.parity import make_trainer, train, zero1
 
@@ -25,6 +25,19 @@ from tests.strategies.parity import make_trainer, train, zero1
 def save_after_fit(path: str) -> None:
     run = train(lambda: zoo.MLP(), zero1())
     run.trainer.save_checkpoint(path)
+
+
+def save_replaced_state(path: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    train(odd.ChangesState, make(strategy), max_epochs=2).trainer.save_checkpoint(path)
+
+
+def test_state_that_a_program_has_replaced_is_saved(pool: RankPool, tmp_path: Path) -> None:
+    saved = []
+    for strategy in ("tuned", "zero1"):
+        pool.run(2, save_replaced_state, str(tmp_path / strategy), strategy)
+        saved.append(load(tmp_path / strategy)["optimizer_states"])
+    assert_same(saved[1], saved[0], 1e-4, 1e-6)
 
 
 def resume_without_states(path: str, strategy: str) -> tuple[list[str], int]:
