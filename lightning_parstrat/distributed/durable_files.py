@@ -21,6 +21,7 @@ PREFIX = ".saving-"
 _TEMPORARY = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 _BEING_REPLACED = "-being-replaced-by-parstrat"
 _IS_THERE_AGAIN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
+_TRIES = 100
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 
 
@@ -91,7 +92,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
     """
     check_may_be_replaced(path)
     replaced = _replaced_name(path)
-    while True:
+    for tries_left in reversed(range(_TRIES)):
         # rename(2) puts a file over a file or a link, but a folder over neither.
         if os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink())):
             # Between the two renames no file has the name, so the old one stays until after them.
@@ -103,7 +104,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
         except OSError as error:
             recover(path)
             # Another job has restored the old one in between, because it reads it.
-            if error.errno not in _IS_THERE_AGAIN:
+            if error.errno not in _IS_THERE_AGAIN or not tries_left:
                 raise
     # The folder is synced as well: it holds the name, and a crash could restore the old one.
     sync(path.parent)

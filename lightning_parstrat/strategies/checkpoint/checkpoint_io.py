@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.checkpoint.folder import OF_ANOTHER_JOB
 from lightning_parstrat.distributed.durable_files import remove_atomically, with_errors_of_the_disk, written_durably
 
 CHECKPOINT_KEY = "lightning_parstrat"
@@ -93,8 +94,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
-    """What a file holds. torch opens it twice: if another file has taken its name meanwhile, that file is read."""
-    while True:
+    """What a file holds. torch opens it twice: if another file has taken its name meanwhile, that file is read.
+
+    Raises:
+        MisconfigurationException: It was another file after each of ten tries.
+    """
+    for _ in range(10):
         opened = _identity(path)
         try:
             loaded = torch.load(path, mmap=True, map_location=map_location, weights_only=weights_only)
@@ -104,6 +109,7 @@ def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
         else:
             if _identity(path) in (opened, None):
                 return loaded
+    raise MisconfigurationException(f"{path} was replaced each time it was read: {OF_ANOTHER_JOB}")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -28,7 +28,6 @@ def save_after_fit(path: str) -> None:
 
 
 def save_replaced_state(path: str, strategy: str) -> None:
-    torch.manual_seed(0)
     train(odd.ChangesState, make(strategy), max_epochs=2).trainer.save_checkpoint(path)
 
 
