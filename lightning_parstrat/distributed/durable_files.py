@@ -109,7 +109,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
     # The folder is synced as well: it holds the name, and a crash could restore the old one.
     sync(path.parent)
     # Also what an earlier crash has left. If it stayed, the new one, once removed, would be taken for missing.
-    remove_atomically(replaced)
+    if os.path.lexists(replaced):
+        remove_atomically(replaced)
 
 
 def check_may_be_replaced(path: Path) -> None:

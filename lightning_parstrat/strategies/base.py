@@ -421,18 +421,6 @@ class ComposedStrategy(DDPStrategy):
         self._accumulation.begin_backward(closure_loss)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a backward as Lightning does, and completes its gradients before hooks read them. Collective."""
-        module, plugin = self._training_module, self.precision_plugin
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._accumulation.end_backward()
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the rest of the closure, clips and steps. Or skips the step on all ranks."""
         return self._accumulation.step(super().optimizer_step, optimizer, closure, *args, **kwargs)

@@ -4,11 +4,14 @@ import copy
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -81,6 +84,22 @@ def test_callbacks_are_copied_in_a_training_and_a_trainer_pickled_after_it(pool:
     for strategy in ("zero1_custom", "ddp_tuned"):
         for restored, steps in pool.run(2, copy_and_pickle, strategy):
             assert restored == steps > 0
+
+
+def count_calls(strategy: str, folder: str) -> tuple[int, int]:
+    """What Lightning's own tests count: backwards of the strategy, and calls of `torch.save`."""
+    saves = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1)
+    kind = zero1() if strategy == "zero1_custom" else TunedDDPStrategy()
+    trainer = make_trainer(kind, max_steps=3, callbacks=saves, enable_checkpointing=True)
+    counts_backwards = mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward)
+    with counts_backwards as backward, mock.patch("torch.save") as save:
+        trainer.fit(zoo.MLP(), zoo.loader(16, 4))
+    return backward.call_count, save.call_count
+
+
+@pytest.mark.parametrize("strategy", ["zero1_custom", "ddp_tuned"])
+def test_a_backward_and_a_save_are_lightnings(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    assert pool.run(1, count_calls, strategy, str(tmp_path)) == [(3, 3)]
 
 
 class PartialCheckpoint(zoo.MLP):

@@ -338,8 +338,13 @@ class StateLeftOut(defaultdict[Any, Any]):
             " `state_dict()` of the original on all ranks, and `load_state_dict()` of the copy with what it returns."
         )
 
+    @override
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
-    get = pop = setdefault = update = keys = values = items = _refuse  # type: ignore[assignment]
+    # Not `get`: torch's optimizers call it when a copy is made of this copy.
+    pop = setdefault = update = keys = values = items = _refuse  # type: ignore[assignment]
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:

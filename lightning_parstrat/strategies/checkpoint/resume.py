@@ -435,9 +435,9 @@ class Resume(Part):
         point, trainer = self._point_of_save(), self._trainer
         if point.within_epoch:
             self._warn_of_lost(point.places)
+        own = {"rng": point.rng, "loaders": point.places, "metrics": metrics_of_schedulers(trainer)}
         # Raises if a loader's state cannot be pickled and loaded, before rank 0 waits for it.
-        metrics = metrics_of_schedulers(trainer)
-        own = pickle.loads(pickle.dumps({"rng": point.rng, "loaders": point.places, "metrics": metrics}))
+        own = pickle.loads(pickle.dumps(own)) if self._strategy.world_size > 1 else copy.deepcopy(own)
         if control is not None:
             of_ranks = gather_object(own, control.group)
         else:

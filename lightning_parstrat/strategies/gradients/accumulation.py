@@ -121,7 +121,7 @@ class Accumulation(Part):
             self._listeners,
             self._hooks.gradients,
         )
-        self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper)
+        self._restore_precision = equip_precision(strategy.precision_plugin, self._clipper, self._end_backward)
 
     def begin_batch(self) -> None:
         """Counts the micro-batches of the window."""
@@ -186,8 +186,7 @@ class Accumulation(Part):
             self.scale = functools.cache(self._scale_of_window)
         return factor
 
-    def end_backward(self) -> None:
-        """Completes the gradients of a backward, before hooks read them. Collective."""
+    def _end_backward(self) -> None:
         if self._loss_hook is not None:
             # The program may run backward on the same loss again, with another weight.
             self._loss_hook.remove()

@@ -147,20 +147,32 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
 
-def equip_precision(plugin: Precision, clipper: GradientClipper) -> Callable[[], None]:
+def equip_precision(
+    plugin: Precision, clipper: GradientClipper, end_backward: Callable[[], None]
+) -> Callable[[], None]:
     """Replaces the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
         clipper: Clips the gradients.
+        end_backward: Completes the gradients of each backward, before hooks read them.
 
     Returns:
         A function that restores both classes.
     """
     scaler = _enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
-    plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, Precision)
-    vars(plugin)["_clipper"] = clipper
+    equipped: Any = _with_mixin(type(plugin), _ClippingPrecision, Precision)
+
+    # Around a user's own method, too. A copy of the plugin may be equipped again.
+    def backward(own: Any, *args: Any, **kwargs: Any) -> None:
+        super(equipped, own).backward(*args, **kwargs)
+        if type(own) is equipped:
+            vars(own)["_end_backward"]()
+
+    equipped.backward = backward
+    plugin.__class__ = equipped
+    vars(plugin).update(_clipper=clipper, _end_backward=end_backward)
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
@@ -169,7 +181,8 @@ def equip_precision(plugin: Precision, clipper: GradientClipper) -> Callable[[],
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            vars(one).pop("_clipper", None)
+            for name in ("_clipper", "_end_backward"):
+                vars(one).pop(name, None)
 
     return restore
 

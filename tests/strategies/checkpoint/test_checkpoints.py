@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.torch_plugin import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -84,6 +85,13 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_read_from_one_save(tmp_pa
             assert_same(loaded["state_dict"]["weight"], torch.full((100,), loaded["number"]))
     for one in saves:
         one.result()
+
+    def replacing(storage: Any, _: str) -> Any:
+        save(1)
+        return storage
+
+    with pytest.raises(MisconfigurationException, match=r"last\.ckpt was replaced each time it was read: probably"):
+        io.load_checkpoint(path, map_location=replacing)
 
 
 class CountsLoads(zoo.MLP):
