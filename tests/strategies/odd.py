@@ -271,7 +271,8 @@ class ChangesState(MLP):
             state[second]["exp_avg"].mul_(0.1)
             state[second]["step"].zero_()
         if batch_idx == 3:
-            state.pop(second, None)
+            state.pop(second)
+            del state[self.net[4].bias]
         if batch_idx == 4:
             state[first] = {
                 "step": torch.tensor(7.0),

@@ -291,22 +291,29 @@ class StateByShard(defaultdict[Any, Any]):
         super().__init__(dict, state)
         self._slots = slots
 
+    def _slot(self, key: Any) -> ParameterSlot | None:
+        return self._slots.get(key) if isinstance(key, Tensor) else None
+
     def _key(self, key: Any) -> Any:
-        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        slot = self._slot(key)
         return key if slot is None or slot.shard is None else slot.shard
+
+    def _is_elsewhere(self, key: Any) -> bool:
+        """Whether this rank owns nothing of a parameter."""
+        slot = self._slot(key)
+        return slot is not None and slot.shard is None
 
     @override
     def __missing__(self, key: Any) -> Any:
+        if self._is_elsewhere(key):
+            # A state made for it must not stay.
+            return {}
         # Steps use shards as keys, which are found at once.
-        slot = self._slots.get(key) if isinstance(key, Tensor) else None
-        if slot is None:
-            return super().__missing__(key)
-        # A state made for a parameter of which this rank owns nothing must not stay.
-        return {} if slot.shard is None else self[slot.shard]
+        return super().__missing__(key) if self._slot(key) is None else self[self._key(key)]
 
     @override
     def __setitem__(self, key: Any, value: Any) -> None:
-        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        slot = self._slot(key)
         if slot is None:
             super().__setitem__(key, value)
         elif slot.shard is not None:
@@ -314,7 +321,8 @@ class StateByShard(defaultdict[Any, Any]):
 
     @override
     def __delitem__(self, key: Any) -> None:
-        super().__delitem__(self._key(key))
+        if not self._is_elsewhere(key):
+            super().__delitem__(self._key(key))
 
     @override
     def __contains__(self, key: object) -> bool:
@@ -326,7 +334,7 @@ class StateByShard(defaultdict[Any, Any]):
 
     @override
     def pop(self, key: Any, *default: Any) -> Any:
-        return super().pop(self._key(key), *default)
+        return {} if self._is_elsewhere(key) and not default else super().pop(self._key(key), *default)
 
 
 class StateLeftOut(defaultdict[Any, Any]):
