@@ -177,9 +177,9 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(cast(Any, parameter)._backward_hooks)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks were registered that run before or after the module's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_forward_hooks(module: nn.Module, before: bool = True) -> bool:
+    """Whether hooks were registered that run after the module's forward, or, if wanted, ``before`` it."""
+    return bool(module._forward_hooks or (before and module._forward_pre_hooks))
 
 
 def lend_hooks(parameter: Tensor, leaf: Tensor) -> RemovableHandle:

@@ -92,6 +92,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -210,7 +211,8 @@ def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
     if combined is None:
         return []
     iterators = [] if combined._iterator is None else combined._iterator.iterators
-    return list(zip(combined.flattened, iterators or [None] * len(combined.flattened), strict=True))
+    # Of loaders that Lightning takes one after the other, one has an iterator.
+    return list(zip_longest(combined.flattened, iterators))
 
 
 def forget_loaders(trainer: Trainer) -> None:

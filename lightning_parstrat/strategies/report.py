@@ -282,6 +282,17 @@ def not_sharded(engine: ShardedDataParallel) -> str:
     )
 
 
-def named(observers: Sequence[str]) -> str:
-    """The first two observers."""
-    return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
+def held_elsewhere(engine: ShardedDataParallel) -> str:
+    """Which parameters' earlier memory a program holds. Empty if there are none."""
+    if not engine.held_elsewhere:
+        return ""
+    return (
+        f"a program holds the memory of {named(engine.held_elsewhere)} from before the training, such as by a list of"
+        " `p.data` or a `state_dict()`. That keeps the old values. Read parameters from the module, or hold such memory"
+        " after the first step only."
+    )
+
+
+def named(found: Sequence[str]) -> str:
+    """The first two of some names."""
+    return ", ".join(found[:2]) + (" and others" if len(found) > 2 else "")

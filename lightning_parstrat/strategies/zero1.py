@@ -38,7 +38,7 @@ from lightning_parstrat.strategies.gradients.observers import (
 )
 from lightning_parstrat.strategies.lightning_compat import trained, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.meetings import Meetings, check_meets
-from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, named, not_sharded, sharded_by
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, held_elsewhere, named, not_sharded, sharded_by
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
 log = logging.getLogger(__name__)
@@ -284,6 +284,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
         self._fit_report.say(sharded_by(self._engine))
         self._fit_report.say(not_sharded(self._engine), warns=True)
+        self._fit_report.say(held_elsewhere(self._engine), warns=True)
         if choice == "auto" and exposed and self._engine.slots:
             readers = named(observers)
             self._fit_report.say(f"gathers gradients each step, as {readers} may read them (see expose_gradients)")

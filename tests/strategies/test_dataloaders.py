@@ -341,6 +341,8 @@ def use_loaders() -> list[bool]:
     together = CombinedLoader({"one": loader, "other": other}, "max_size_cycle")
     with pytest.raises(KeyError):
         fit("zero1", together, Failing())
+    with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
+        fit("zero1", CombinedLoader([loader, other], "sequential"))
     return [*found, together.flattened[0] is loader and together.flattened[1] is other]
 
 

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -422,6 +423,56 @@ class Leaves(Block):
         return super().forward(x)
 
 
+class Appends(Block):
+    def forward(self, x: Tensor, found: Any) -> Tensor:
+        found.append(x.square().mean())
+        return super().forward(x)
+
+
+class Collects(Model):
+    """Blocks put tensors for the loss into a list of the caller."""
+
+    block = Appends
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, found = self.embed(tokens), list[Tensor]()
+        for block in self.blocks:
+            x = block(x, found)
+        return self.head(self.norm(x)) * torch.stack(found).sum()
+
+
+class Adds(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+class TakesNoReturn(Model):
+    """Blocks change their input, and what they return is not used."""
+
+    block = Adds
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            block(x)
+        return self.head(self.norm(x))
+
+
+class HookedWithin(Model):
+    """Hooks collect what modules within blocks return."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.found.append(output.mean()))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        self.found.clear()
+        return super().compute_loss(batch) + torch.stack(self.found).sum()
+
+
 class Penalised(Model):
     """Blocks leave tensors for the loss."""
 
@@ -551,6 +602,10 @@ REFUSED = {
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
     "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
+    "appends": Refused(
+        Collects, r"'blocks\.1' is given what an earlier block was given, too, and has changed in place"
+    ),
+    "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "user's error": Refused(Fails, "the user's own"),
     "fails in backward": Refused(FailsBackward, "in backward"),
@@ -594,6 +649,18 @@ def refuse(name: str) -> str:
 def test_what_cannot_be_cut_is_an_error_on_all_ranks(pool: RankPool, name: str) -> None:
     for message in pool.run(2, refuse, name):
         assert re.search(REFUSED[name].text, message), message
+
+
+def warnings_of_hooks() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(HookedWithin, plain_sgd, {})
+    return [str(one.message) for one in caught if "Forward hooks are registered in blocks" in str(one.message)]
+
+
+def test_hooks_that_may_collect_for_the_loss_are_named(pool: RankPool) -> None:
+    first, _ = pool.run(2, warnings_of_hooks)
+    assert "such as on blocks.0.up and blocks.1.up" in first[0]
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [

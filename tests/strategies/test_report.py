@@ -126,6 +126,13 @@ class Two(zoo.StepsByHand, zoo.MLP):
         return [torch.optim.Adam(first.parameters()), GloballyScaled(others)]
 
 
+class Holds(zoo.MLP):
+    """Has what a callback may keep from before the training."""
+
+    def setup(self, stage: str) -> None:
+        self.kept = [self.net[0].weight.data, self.state_dict()["net.2.bias"]]
+
+
 # Module, what the Trainer gets, and what zero1_custom logs at the start.
 COUNT = r"[\d.]+K? parameters on 2 ranks; "
 STATE = COUNT + r"optimizer state sharded: [\d.]+ kB each instead of [\d.]+ kB"
@@ -133,6 +140,12 @@ NOT_SHARDED = (
     r"GloballyScaled is not sharded, as the step of a part of the parameters depends on others: every rank keeps all of"
     r" its state, as under `ddp`\. Optimizers that step each parameter by its own gradient are sharded, such as"
     r" torch\.optim\.AdamW\."
+)
+
+
+HELD = (
+    r"a program holds the memory of net\.0\.weight, net\.2\.bias from before the training, .* or hold such memory"
+    r" after the first step only\."
 )
 
 
@@ -144,6 +157,7 @@ ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[st
     "Adam": (lambda: zoo.MLP(torch.optim.Adam), {"callbacks": [EMAWeightAveraging()]}, [STATE]),
     "SGD": (lambda: zoo.MLP(torch.optim.SGD), {}, [COUNT + "no optimizer state: nothing to shard"]),
     "gradients are looked at": (Watched, {}, [STATE, gathered(r"Watched\.on_before_optimizer_step")]),
+    "memory is held": (lambda: Holds(torch.optim.Adam), {}, [STATE, HELD]),
     "replicated": (lambda: zoo.MLP(GloballyScaled), {}, [NOT_SHARDED]),
     "one of two replicated": (Two, {}, [STATE, NOT_SHARDED, gathered("manual optimization")]),
 }
@@ -173,7 +187,8 @@ def test_a_training_logs_two_lines_at_its_start_and_one_at_its_end(pool: RankPoo
         assert re.fullmatch("zero1_custom: " + expected, line), line
     for flag, lines in found.items():
         # Warnings are longer: they say why, and what to do.
-        infos = [line for line in lines if "is not sharded, as" not in line and "no block is gathered" not in line]
+        long = ("is not sharded, as", "no block is gathered", "holds the memory")
+        infos = [line for line in lines if not any(one in line for one in long)]
         assert " per step" in lines[-1] and len(infos) <= 3, lines
         assert all(line.startswith(f"{flag}: ") and len(line) <= 140 for line in infos), infos
         assert re.search(r"(?<![\d.])(1 [a-z]{3,}s|0 buckets|0 parameters)\b", " ".join(lines)) is None, lines

@@ -100,3 +100,24 @@ def by_wrapper(make: type[ByWrapper], strategy: Callable[[], Any]) -> None:
 def test_lightning_s_wrapper_does_what_the_optimizer_does(pool: RankPool) -> None:
     for make, strategy in ((ByWrapper, by_flag), (ReturnsAWrapper, zero1)):
         pool.run(2, by_wrapper, make, strategy)
+
+
+class CompilesItsStep(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        self.compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        return optimizer
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        self.compiled()
+
+
+def compiled_step() -> None:
+    expected, actual = (train(CompilesItsStep, one()) for one in (ddp, zero1))
+    assert is_sharded(actual.trainer.optimizers[0])
+    assert_same(actual.parameters, expected.parameters)
+
+
+def test_a_step_within_a_compiled_function_is_sharded(pool: RankPool) -> None:
+    pool.run(2, compiled_step)

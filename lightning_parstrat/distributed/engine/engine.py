@@ -9,9 +9,11 @@ as in section 5.2.
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition, parts_of
@@ -43,7 +45,7 @@ from lightning_parstrat.distributed.engine.shardability import (
 from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, unshard
-from lightning_parstrat.distributed.torch_compat import is_compiled, is_compiled_as_a_whole
+from lightning_parstrat.distributed.torch_compat import has_memory, is_compiled, is_compiled_as_a_whole
 
 
 class ShardedDataParallel:
@@ -114,7 +116,12 @@ class ShardedDataParallel:
         """The shardings of optimizers, by the optimizers' positions."""
         for sharding in self.shardings.values():
             shard_optimizer(sharding)
+        moving = [one for one in parameters if has_memory(one) and one.numel()]
+        left: dict[Tensor, Any] = {one: StorageWeakRef(one.untyped_storage()) for one in moving}  # type: ignore[no-untyped-call]
         self._bucket_parameters()
+        names, moved = self._names(), left.keys() & self.slots.keys()
+        self.held_elsewhere = [names.get(one, UNNAMED) for one in moving if one in moved and not left[one].expired()]
+        """Parameters whose earlier memory something else holds. It does not change any more."""
         if policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
             raise ValueError(
                 "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"

@@ -6,9 +6,10 @@ Averaged gradients are in ``param.grad``.
 
 import copy
 import inspect
+import math
 import random
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -42,8 +43,9 @@ _AGAIN = "evaluates the closure again within a step, on all parameters"
 _FAILED = "trying it on a copy failed"
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
-_GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
-"""Scales of gradients. One is so large that a global clip acts. Ordinary steps are compared before it does."""
+_GRADIENT_SCALES = ((1.0,) * 20, (1e3, 1e-3, 1.0, 1.0, 1.0))
+"""Scales of gradients. One is so large that a global clip acts. Ordinary steps are compared before it does: so many,
+because some optimizers clip by what they have seen in ten steps."""
 _SMALLEST_LEARNING_RATE = 1e-3
 _LONGEST_ERROR = 100
 """Characters of an error's text, in a message of one line."""
@@ -158,7 +160,7 @@ def reason_against_parts(optimizer: Optimizer) -> str:
     """Why a step may not move each parameter by its own gradient and state, whatever else is stepped.
 
     The optimizer and its parameters are not changed. Not collective. It takes milliseconds: at most 16 parameters per
-    group, none with a dimension beyond 8, eight steps of each copy.
+    group, none with a dimension beyond 8, 25 steps of each copy.
 
     Args:
         optimizer: Any optimizer with the class its user gave it.
@@ -191,7 +193,7 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             starts = [view.clone() for view, _ in watched]
             _step(whole, 0, mesh)
             _step(part, 0, mesh)
-            alike = _moved_alike(watched, starts)
+            alike, keeps_alike = _moved_alike(watched, starts), _are_close(_kept(whole), _kept(part))
             if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
                 # If a class has its own way of loading state, the result must not depend on other parameters, either.
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
@@ -205,13 +207,35 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             return f"{_FAILED} ({shown})"
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
         return "its `step` moved nothing when it was tried on a copy"
-    return "" if alike and _moved_alike(watched, starts) else "the step of a part of the parameters depends on others"
+    if not (alike and _moved_alike(watched, starts)):
+        return "the step of a part of the parameters depends on others"
+    return "" if keeps_alike else "it keeps numbers that depend on all parameters"
 
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:
     return all(
         bool((one - whole(other)).abs().max() <= _SAME * (one - start).abs().max())
         for (one, other), start in zip(watched, starts, strict=True)
+    )
+
+
+def _kept(twin: "_Twin") -> list[float]:
+    """The numbers that an optimizer keeps, beside the state of its parameters."""
+    return list(_numbers({**attributes_without_hooks(twin.optimizer), "state": None}))
+
+
+def _numbers(tree: Any) -> Iterator[float]:
+    if isinstance(tree, (int, float)) or (isinstance(tree, Tensor) and tree.numel() == 1 and not tree.is_complex()):
+        yield float(tree)
+    elif isinstance(tree, (dict, list, tuple, deque)) and not isinstance(tree, Tensor):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from () if isinstance(value, nn.Parameter) else _numbers(value)
+
+
+def _are_close(some: list[float], others: list[float]) -> bool:
+    return len(some) == len(others) and all(
+        math.isclose(one, other, rel_tol=_SAME) or (math.isnan(one) and math.isnan(other))
+        for one, other in zip(some, others, strict=True)
     )
 
 
@@ -299,7 +323,7 @@ def _no_loss() -> Any:
 def _step(twin: _Twin, phase: int, mesh: DeviceMesh | None) -> None:
     for step, scale in enumerate(_GRADIENT_SCALES[phase]):
         for number, probe in twin.probes.items():
-            probe.grad = _gradient(probe, number, 10 * phase + step, scale)
+            probe.grad = _gradient(probe, number, 100 * phase + step, scale)
         # Not `optimizer.step`, which a scheduler may have wrapped.
         with without_step_hooks(twin.optimizer):
             cls = type(twin.optimizer)

@@ -409,6 +409,8 @@ def shard_optimizer(sharding: OptimizerSharding) -> None:
 def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
     """A method with the class's signature. After the sharding has ended, it calls the class's method."""
 
+    # A program may compile its own function around a step. No message can be compiled.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(getattr(type(optimizer), name))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)

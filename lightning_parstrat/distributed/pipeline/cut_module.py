@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
-from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode
+from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode, has_forward_hooks, version_of
 
 
 class PipelineError(RuntimeError):
@@ -41,6 +41,8 @@ class _Run:
         self.own, self.returns, self.is_last, self.seed = own, returns, is_last, seed
         self.next = 0
         self.trains = torch.is_grad_enabled()
+        self.stale: list[Any] = []
+        """Arguments that blocks of earlier stages have changed in place. Here they are as before."""
         self.outer: list[tuple[Tensor, Tensor]] = []
         """Buffers outside of blocks, which only the first stage changes before the first block, and their values."""
 
@@ -65,6 +67,8 @@ class CutModule:
         of_blocks = {part for block in self._blocks for part in block.modules()}
         self._outer_modules = [part for part in module.modules() if part not in of_blocks]
         self._run: _Run | None = None
+        self._changed: dict[tuple[int, bool], list[int]] = {}
+        """Which of its arguments a block changes in place, by its number, with and without gradients."""
         called = [*enumerate(self._blocks)]
         self._hooks: list[RemovableHandle] = []
         if sharded is not None:
@@ -84,6 +88,14 @@ class CutModule:
                 vars(block).pop("forward", None)
             else:
                 vars(block)["forward"] = before
+
+    @property
+    def hooked(self) -> list[str]:
+        """Modules in blocks whose outputs hooks of the program may collect. A block's own hooks run on all ranks."""
+        blocks = dict(zip(self._names, self._blocks, strict=True)) if self._stages.count > 1 else {}
+        blocks |= {} if self._sharded is None else self._sharded.originals
+        parts = (pair for name, block in blocks.items() for pair in block.named_modules(prefix=name))
+        return [name for name, part in parts if name not in blocks and has_forward_hooks(part, before=False)]
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
         """What each block returns, without values, but that of the last stage's.
@@ -106,7 +118,8 @@ class CutModule:
                     f"{self._names[len(found)]!r} returns {type(output).__name__}, in which no tensor is found. A block"
                     " returns tensors, alone or in dictionaries, lists or tuples."
                 )
-            found.append(output)
+            # A copy, as a later block may change it in place.
+            found.append(replace_leaves(output, lambda one: one.view_as(one)))
             if len(found) == ends:
                 raise _Cut(output)
             return output
@@ -199,14 +212,21 @@ class CutModule:
                 " each, in the order of their registration. Name the classes of such blocks by `auto_wrap_policy`."
             )
         run.next += 1
+        given = [*_parts((args, kwargs))]
+        if any(part is one for part in given for one in run.stale):
+            raise PipelineError(
+                f"{name!r} is given what an earlier block was given, too, and has changed in place. Other stages do not"
+                " see that change. Return it from the block, and pass on what the block returns."
+            )
         if number < run.own.start:
+            run.stale += [given[place] for place in self._changed.get((number, run.trains), ()) if place < len(given)]
             if number == run.own.start - 1:
                 _copy_back(run.outer)
             run.seed(2 * number + 2)
             return run.returns[number]
         if self._note is not None:
             with _no_values(name):
-                return self._note(forward(*without_values(args), **without_values(kwargs)))
+                return self._note(self._without_values(number, forward, args, kwargs))
         self._refuse_without_values((args, kwargs), f"an input of {name!r}")
         trained = run.trains and any(one.requires_grad for one in self._blocks[number].parameters())
         if trained and not torch.is_grad_enabled():
@@ -218,6 +238,16 @@ class CutModule:
         output = forward(*args, **kwargs)
         if self._sharded is None:
             self._end(number, None, None, output)
+        return output
+
+    def _without_values(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a block without values, and finds which of its arguments it changes in place."""
+        args, kwargs = without_values(args), without_values(kwargs)
+        parts = [*_parts((args, kwargs))]
+        before = [_content(part) for part in parts]
+        output = forward(*args, **kwargs)
+        changed = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
+        self._changed[number, torch.is_grad_enabled()] = changed
         return output
 
     def _end(self, number: int, _: Any, __: Any, output: Any) -> None:
@@ -258,6 +288,27 @@ def _numbers(tree: Any) -> list[Any]:
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return [number for part in parts for number in _numbers(part)]
+
+
+def _parts(tree: Any) -> Iterator[Any]:
+    """The tensors, dictionaries and lists of a tree."""
+    if isinstance(tree, (Tensor, dict, list)):
+        yield tree
+    if isinstance(tree, (dict, list, tuple)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _parts(part)
+
+
+def _content(part: Any) -> tuple[int, list[Any]]:
+    """What a change in place changes."""
+    if isinstance(part, Tensor):
+        return 0 if part.is_inference() else version_of(part), []
+    return len(part), [*part.values()] if isinstance(part, dict) else part.copy()
+
+
+def _has_changed(part: Any, before: tuple[int, list[Any]]) -> bool:
+    number, values = _content(part)
+    return number != before[0] or any(one is not other for one, other in zip(values, before[1], strict=True))
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:

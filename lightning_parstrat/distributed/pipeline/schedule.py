@@ -307,6 +307,11 @@ class Pipeline:
         """See :meth:`CutModule.shapes`."""
         return self._cut.shapes(step)
 
+    @property
+    def hooked(self) -> list[str]:
+        """See :meth:`CutModule.hooked`."""
+        return self._cut.hooked
+
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [tensor for _, tensor in leaves(tree)]

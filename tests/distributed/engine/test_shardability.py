@@ -70,6 +70,27 @@ def by_norm_of_its_group(optimizer: Own, parameter: Tensor) -> Tensor:
     return parameter.grad / norm(optimizer, group)
 
 
+class ClipsLater(Own):
+    """Steps by the norm of all gradients, after a warm-up."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.steps = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        return super().direction(parameter) / (norm(self) if self.steps > 12 else 1)
+
+
+class NotesANorm(Own):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.norms = [*getattr(self, "norms", ()), float(norm(self))]
+        return super().step(closure)
+
+
 def by_its_rate(optimizer: Own, parameter: Tensor) -> Tensor:
     """As long as the learning rate says, and all gradients together."""
     return parameter.grad / norm(optimizer) * optimizer.param_groups[0]["lr"]
@@ -194,6 +215,7 @@ BY_PARAMETER: dict[str, Callable[[], Any]] = {
 DEPENDS: dict[str, Callable[[], Any]] = {
     "mixes what it loads": by(MixesWhatItLoads),
     "global norm": by(GloballyScaled),
+    "global norm, later": by(ClipsLater),
     "global norm, scheduled": lambda: scheduled(GloballyScaled(parameters())),
     **{f"global norm, {dtype}": narrow(GloballyScaled, dtype) for dtype in NARROW},
     # It acts only where the whole gradient is long: most of the trial's steps would not show it.
@@ -208,6 +230,7 @@ DEPENDS: dict[str, Callable[[], Any]] = {
 UNTOLD: dict[str, tuple[Callable[[], Any], str]] = {
     # A rank that owns nothing would raise in training as well.
     "one parameter, and needs one": (lambda: GloballyScaled(parameters()[:1]), "trying it on a copy failed"),
+    "notes a norm": (by(NotesANorm), "it keeps numbers that depend on all parameters"),
     "closure twice": (by(ClosureTwice), "evaluates the closure again"),
     "never moves": (by(Moves, by=lambda _, one: torch.zeros_like(one)), "moved nothing"),
     "uncopyable": (by(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
