@@ -271,9 +271,9 @@ class PipelineSteps:
         # After the first step, as Hugging Face registers them in it.
         if not self._has_told_left and (hooked := self._pipeline.hooked):
             rank_zero_warn(
-                f"Forward hooks are registered in blocks, such as on {listed(hooked[:2])}. Each rank runs the hooks in its own"
-                " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from"
-                " the blocks, or take a strategy that keeps the module whole."
+                f"Forward hooks are registered in blocks, on {listed(hooked)}. Each rank runs the hooks in its own"
+                " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from the"
+                " blocks, or take a strategy that keeps the module whole."
             )
         self._has_told_left = True
         places = [place for one in told for place in one.left]
