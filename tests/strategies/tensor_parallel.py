@@ -61,6 +61,17 @@ class NormedHeads(Attention):
         return self.norm(super().heads(one))
 
 
+class MixedHeads(Attention):
+    """A layer that the plan leaves whole takes what a cut one returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def heads(self, one: Tensor) -> Tensor:
+        return super().heads(self.mix(one))
+
+
 def zeroed(attention: type[Attention]) -> type[Attention]:
     """Its output is 0 until it has learned."""
 

@@ -126,21 +126,24 @@ class TensorLayers:
         What cannot be called twice, or draws random numbers in evaluation, is not checked.
 
         Raises:
-            TensorPlanError: The results differ.
+            TensorPlanError: The results differ. Or the module can be called with whole layers alone.
         """
         training = [inner for inner in part.modules() if inner.training]
         inner_units = [inner for inner in part.modules() if isinstance(inner, FSDPModule) and inner is not part]
-        before = self._states()
+        before, fault = self._states(), None
         for unit in inner_units:
             unit.unshard()
         try:
             part.eval()
             with torch.autocast(next(part.parameters()).device.type, enabled=False):
-                cut = _tensors_of(part, inputs, row_wise, True)
+                try:
+                    cut = _tensors_of(part, inputs, row_wise, True)
+                except Exception as error:
+                    fault = error
                 draws = not all(map(torch.equal, self._states(), before))
                 whole = _tensors_of(part, inputs, row_wise, False)
         except Exception:
-            # If the cut layers cannot be called, training raises the error.
+            # If whole layers cannot be called, either, training raises the error.
             return
         finally:
             for inner in training:
@@ -150,14 +153,16 @@ class TensorLayers:
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
         # All of them, as whole tensors are collective.
-        differ = [self._differ(*pair) for pair in zip(cut, whole, strict=False)]
-        if not draws and (len(cut) != len(whole) or any(differ)):
+        differ = [] if fault is not None else [self._differ(*pair) for pair in zip(cut, whole, strict=False)]
+        if fault is not None or (not draws and (len(cut) != len(whole) or any(differ))):
+            raised = "" if fault is None else f" It raises {type(fault).__name__}: {fault}."
             raise TensorPlanError(
                 f"With the layers of its tensor-parallel plan cut, {name!r} computes something else than with whole"
                 f" layers. Its `forward` may read a number that is of all ranks, as in `view(batch, length,"
                 f" self.num_heads, -1)`. Each rank has a part of the heads: write `view(batch, length, -1,"
-                f" self.head_dim)`. Or leave its layers out of the plan."
-            )
+                f" self.head_dim)`. Or a layer between cut ones is not in the plan: put it in. Or leave its layers out."
+                f"{raised}"
+            ) from fault
 
     def _differ(self, one: Tensor, whole: Tensor) -> bool:
         # A tensor of all features, or of this rank's part. Others are of its heads, such as the weights of attention.
