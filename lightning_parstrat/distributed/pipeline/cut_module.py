@@ -226,7 +226,7 @@ class CutModule:
             return run.returns[number]
         if self._note is not None:
             with _no_values(name):
-                return self._note(self._without_values(number, forward, args, kwargs))
+                return self._note(self._without_values((number, run.trains), forward, args, kwargs))
         self._refuse_without_values((args, kwargs), f"an input of {name!r}")
         trained = run.trains and any(one.requires_grad for one in self._blocks[number].parameters())
         if trained and not torch.is_grad_enabled():
@@ -240,14 +240,13 @@ class CutModule:
             self._end(number, None, None, output)
         return output
 
-    def _without_values(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _without_values(self, key: tuple[int, bool], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a block without values, and finds which of its arguments it changes in place."""
         args, kwargs = without_values(args), without_values(kwargs)
         parts = [*_parts((args, kwargs))]
         before = [_content(part) for part in parts]
         output = forward(*args, **kwargs)
-        changed = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
-        self._changed[number, torch.is_grad_enabled()] = changed
+        self._changed[key] = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
         return output
 
     def _end(self, number: int, _: Any, __: Any, output: Any) -> None:
