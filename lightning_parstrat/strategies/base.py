@@ -46,7 +46,7 @@ from lightning_parstrat.strategies.gradients.accumulation import Accumulation, G
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
 from lightning_parstrat.strategies.launch.elastic import adopt_started, started_ranks
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import lacks_inner_io
+from lightning_parstrat.strategies.lightning_compat import before_resume, lacks_inner_io
 from lightning_parstrat.strategies.parts import Part
 from lightning_parstrat.strategies.report import Report
 
@@ -336,6 +336,7 @@ class ComposedStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the other ranks. Collective."""
         self._ranks.join(super().setup_distributed)
+        before_resume(self._training_module.trainer, self._checkpoints.check_found)
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -22,8 +22,8 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint
         saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
     lightning.pytorch.trainer.Trainer._checkpoint_connector
-        names the checkpoint from which a requeued Slurm job resumes | a Slurm job that is preempted fails instead of
-        saving
+        names the checkpoint from which a requeued Slurm job resumes; calls back before it loads one | a training does
+        not begin
     lightning.pytorch.trainer.Trainer._signal_connector
         takes signals over from Lightning | a training does not begin: signals could not be handled
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor
@@ -373,6 +373,22 @@ def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:
 def path_for_slurm_job(trainer: Trainer) -> str:
     """The path at which a requeued Slurm job looks for its checkpoint."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def before_resume(trainer: Trainer, check: Callable[[object], None]) -> None:
+    """Calls a function with the checkpoint's path, or None, before the Trainer loads it or begins without one."""
+    connector = trainer._checkpoint_connector
+
+    def resume_start(path: object = None, *args: Any, **kwargs: Any) -> None:
+        check(path)
+        type(connector).resume_start(connector, path, *args, **kwargs)
+
+    connector.resume_start = resume_start
+
+
+def give_back_resume(trainer: Trainer) -> None:
+    """Undoes :func:`before_resume`."""
+    vars(trainer._checkpoint_connector).pop("resume_start", None)
 
 
 def leave_signals_alone(trainer: Trainer) -> None:

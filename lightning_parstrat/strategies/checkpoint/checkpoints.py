@@ -28,7 +28,7 @@ from lightning_parstrat.distributed.checkpoint.folder import (
 )
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
-from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_have_same, all_or_none
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
@@ -45,7 +45,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_n
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import trainer_of, unwrapped
+from lightning_parstrat.strategies.lightning_compat import give_back_resume, trainer_of, unwrapped
 from lightning_parstrat.strategies.parts import Part
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
@@ -223,6 +223,24 @@ class Checkpoints(Part):
         else:
             by_lightning(filepath)
 
+    def check_found(self, path: object) -> None:
+        """Compares over all ranks whether they resume. Collective: one all-reduce of 16 bytes.
+
+        Args:
+            path: The checkpoint that this rank has found, or None.
+
+        Raises:
+            MisconfigurationException: Some ranks resume, and others do not.
+        """
+        if self._ranks.world_size == 1 or all_have_same(bool(path), self._ranks.control):
+            return
+        found = all_gather_object(path and str(path), self._ranks.control.group)
+        without = [rank for rank, found_there in enumerate(found) if not found_there]
+        raise MisconfigurationException(
+            f"Some ranks resume from {next(filter(None, found))}, and {names_of(without)} found no checkpoint. All"
+            f" nodes must see the same files. If they do: {OF_ANOTHER_JOB}"
+        )
+
     def load(
         self,
         by_lightning: _Load,
@@ -382,6 +400,8 @@ class Checkpoints(Part):
             rank_zero_warn(f"A checkpoint was not saved: {error}")
         # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
+        if trainer is not None:
+            give_back_resume(trainer)
         for callback in [] if trainer is None else trainer.callbacks:
             if getattr(vars(callback).get("file_exists"), "func", None) is _exists_when_saved:
                 del callback.file_exists

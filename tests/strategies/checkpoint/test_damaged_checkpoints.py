@@ -3,13 +3,15 @@
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
@@ -156,6 +158,29 @@ def test_what_one_rank_cannot_read_is_refused_by_all(pool: RankPool, originals: 
     seeing, blind = pool.run(2, attempt_apart, [path, f"{path}.elsewhere"])
     assert "Rank 1 failed in loading" in seeing and "All nodes must see the same files" in seeing
     assert blind.startswith("Checkpoint file not found")
+
+
+def attempt_last(folders: Sequence[str], flag: str) -> str:
+    """The error of a rank that looks for the last checkpoint in a folder that other ranks do not have."""
+    saving = ModelCheckpoint(folders[dist.get_rank()])
+    trainer = make_trainer(flag, callbacks=[saving], enable_checkpointing=True, max_epochs=2)
+    try:
+        trainer.fit(zoo.Convolutional(), zoo.loader(8, 2), ckpt_path="last", weights_only=False)
+    except MisconfigurationException as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("flag", ["ddp_tuned", "zero1_custom", "zero3_custom"])
+def test_ranks_that_find_no_last_checkpoint_are_named(
+    pool: RankPool, tmp_path: Path, originals: dict[str, Path], flag: str
+) -> None:
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in folders:
+        folder.mkdir()
+    shutil.copy(originals["full"], folders[0] / "last.ckpt")
+    for error in pool.run(2, attempt_last, list(map(str, folders)), flag):
+        assert re.search(r"resume from .*node0/last\.ckpt, and rank 1 found no checkpoint\. All nodes", error), error
 
 
 def test_a_folder_that_is_replaced_while_it_is_read_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:
