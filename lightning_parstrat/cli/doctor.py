@@ -1,7 +1,6 @@
 """``lightning-parstrat doctor``: checks whether a training can run on this machine, or on all ranks of a job."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import socket
@@ -51,7 +50,6 @@ class Check(NamedTuple):
 def make_parser() -> ArgumentParser:
     """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--rendezvous", metavar="URL", help="where ranks meet (default: MASTER_ADDR)")
     return parser
 
@@ -60,7 +58,7 @@ def run(arguments: Namespace) -> int:
     """Prints the checks. The exit code is 1 if one of them fails."""
     rank, size = _place(os.environ)
     if size == 1:
-        return _as_two_ranks(arguments.json)
+        return _as_two_ranks()
     ranks: list[Any] = [{"host": socket.gethostname(), "versions": _versions()}]
     try:
         where = arguments.rendezvous or _meeting_place(os.environ)
@@ -71,22 +69,19 @@ def run(arguments: Namespace) -> int:
         groups = Check("process groups", f"{counted(size, 'rank')} could not exchange anything: {error}", _CONNECT)
     if rank != 0:
         return int(groups.mend is not None)
-    return _print([_check_versions(ranks), _check_flags(), groups, _check_open_files(size)], arguments.json)
+    return _print([_check_versions(ranks), _check_flags(), groups, _check_open_files(size)])
 
 
-def _print(checks: list[Check], as_json: bool) -> int:
-    if as_json:
-        print(json.dumps([one._asdict() for one in checks]))
-    else:
-        for one in checks:
-            print(f"{'OK' if one.mend is None else 'NOT OK'}  {one.name}: {one.found}")
-            print(*([] if one.mend is None else [f"  {one.mend}\n"]), end="")
+def _print(checks: list[Check]) -> int:
+    for one in checks:
+        print(f"{'OK' if one.mend is None else 'NOT OK'}  {one.name}: {one.found}")
+        print(*([] if one.mend is None else [f"  {one.mend}\n"]), end="")
     return int(any(one.mend for one in checks))
 
 
-def _as_two_ranks(as_json: bool) -> int:
+def _as_two_ranks() -> int:
     """Runs the same command in two processes. If they do not end in time, this process prints that check."""
-    command = [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", *(["--json"] if as_json else [])]
+    command = [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor"]
     with tempfile.TemporaryDirectory() as folder:
         # A file instead of a port, because another program may use the port.
         command.append(f"--rendezvous=file://{Path(folder).resolve()}/rendezvous")
@@ -98,7 +93,7 @@ def _as_two_ranks(as_json: bool) -> int:
             return max([rank.wait(3 * _SECONDS) for rank in ranks])
         except subprocess.TimeoutExpired:
             found = f"two ranks of this machine did not find each other in {3 * _SECONDS} s"
-            return _print([Check("process groups", found, _CONNECT)], as_json)
+            return _print([Check("process groups", found, _CONNECT)])
         finally:
             for one in ranks:
                 one.kill()

@@ -1,8 +1,6 @@
 """``inspect`` and ``consolidate`` on what trainings have written, and on what is none of it."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,28 +18,20 @@ def checkpoints(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    assert main(["inspect", "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> list[str]:
+    assert main(["inspect", str(path)]) == 0
+    return capsys.readouterr().out.splitlines()
 
 
 def test_a_full_one_and_a_sharded_one_hold_the_same(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full, sharded = (inspected(capsys, checkpoints / f"{kind}.ckpt") for kind in ("full", "sharded"))
-    same = ("global_step", "epoch", "parameters", "optimizers", "ranks", "buckets", "keys")
-    assert {key: full[key] for key in same} == {key: sharded[key] for key in same}
-    assert (full["format"], sharded["format"], full["ranks"]) == ("full", "sharded", 2)
-    assert set(sharded["files"]) == {".metadata", "checkpoint.pt", "__0_0.distcp", "__1_0.distcp"}
-    assert len(full["optimizers"]) == 2 and full["optimizers"][0]["entries"]["exp_avg"]["nbytes"] > 0
-
-
-def test_as_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoints / "sharded.ckpt")]) == 0
-    text = capsys.readouterr().out
-    assert "sharded.ckpt: sharded" in text and "by 2 ranks" in text and "exp_avg" in text
+    assert "full.ckpt: full, " in full[0] and full[0].endswith("in 1 file")
+    assert "sharded.ckpt: sharded, " in sharded[0] and sharded[0].endswith("in 4 files")
+    assert full[1:] == sharded[1:] and full[2].startswith("by 2 ranks, ")
+    assert sum("exp_avg (" in line for line in full) == 2
     saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
     for name, tensor in saved["state_dict"].items():
-        line = next(line for line in text.splitlines() if line.startswith(f"{name} "))
+        line = next(line for line in full if line.startswith(f"{name} "))
         assert "x".join(map(str, tensor.shape)) in line
 
 
@@ -91,4 +81,4 @@ def test_consolidating_replaces_on_demand(
     out.write_text("old")
     assert main(["consolidate", "--overwrite", str(checkpoints / "sharded.ckpt"), str(out)]) == 0
     assert "bytes" in capsys.readouterr().out
-    assert inspected(capsys, out)["format"] == "full"
+    assert "out.ckpt: full" in inspected(capsys, out)[0]

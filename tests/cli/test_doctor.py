@@ -1,6 +1,6 @@
 """Each check is listed with OK, or with what mends it."""
 
-import json
+import re
 from typing import Any
 
 import pytest
@@ -26,11 +26,10 @@ def test_two_ranks_of_this_machine(capfd: pytest.CaptureFixture[str], monkeypatc
     # An interface that is not there: neither rank can be reached by the other. And no plugin registers the flags.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     monkeypatch.setenv("LIGHTNING_PARSTRAT_AUTOLOAD", "0")
-    assert main(["doctor", "--json"]) == 1
-    checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)}
-    assert list(checks) == NAMES
-    assert "GLOO_SOCKET_IFNAME" in checks["process groups"]["mend"]
-    assert "unset LIGHTNING_PARSTRAT_AUTOLOAD" in checks["flags"]["mend"]
+    assert main(["doctor"]) == 1
+    printed = capfd.readouterr().out
+    assert re.search(r"^NOT OK  flags: .*\n  unset LIGHTNING_PARSTRAT_AUTOLOAD", printed, re.MULTILINE), printed
+    assert re.search(r"^NOT OK  process groups: .*\n  .*GLOO_SOCKET_IFNAME", printed, re.MULTILINE), printed
 
 
 def test_ranks_that_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
