@@ -127,6 +127,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         )
         self._sharded: ShardedModule | None = None
         self._loads_after_setup: bool | None = None
+        self._has_hooks_before_backward = False
         super().__init__(**kwargs)
         if tensor_parallel_size > 1 and kwargs.get("state_dict_type", "full") != "full":
             raise ValueError(
@@ -249,6 +250,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Runs the user's training step on the current parameters."""
         self._fsdp_module.reshard()
         output = super().training_step(*args, **kwargs)
+        if self._has_hooks_before_backward:
+            # They see the parameters as optimizers do.
+            self._fsdp_module.reshard_root()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
             raise RuntimeError(
@@ -389,12 +393,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Logs what is sharded. If users have hooks before backward, the hooks see the parameters as optimizers do."""
+        """Logs what is sharded."""
         super().on_train_start()
-        module = self._training_module
-        owners = (module, *module.trainer.callbacks)
-        if not _HOOKS_BEFORE_BACKWARD.isdisjoint(name for owner in owners for name in users_methods(owner)):
-            self._fsdp_module.reshard_root_after_forward()
+        owners = (self._training_module, *self._training_module.trainer.callbacks)
+        methods = {name for owner in owners for name in users_methods(owner)}
+        self._has_hooks_before_backward = not methods.isdisjoint(_HOOKS_BEFORE_BACKWARD)
         self._report_what_is_sharded(self._fsdp_module)
 
     @override

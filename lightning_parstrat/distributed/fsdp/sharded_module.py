@@ -67,6 +67,15 @@ def _different(when: str) -> DifferentModulesError:
     )
 
 
+def _replaced(parameter: str, unit: str) -> RuntimeError:
+    return RuntimeError(
+        f"{parameter!r} in {unit!r} is another tensor than the parameter that was sharded. A sharded block computes"
+        " with what it gathers, and would ignore that tensor. `torch.func.functional_call` replaces parameters so, and"
+        " so does an assignment. Leave the block to the root: name the others in `auto_wrap_policy`, or set a larger"
+        " `min_num_params`."
+    )
+
+
 class NestedBackwardError(NoCollectivesError):
     """A backward has run within another one."""
 
@@ -81,6 +90,22 @@ class Leaf(NamedTuple):
 
     tensor: Tensor
     parameter: Tensor
+
+
+class _Place(NamedTuple):
+    """A module's registered parameters, and the name of one of them."""
+
+    registered: dict[str, Any]
+    name: str
+
+
+def _owners(module: nn.Module) -> dict[Tensor, list[_Place]]:
+    """Where each parameter is registered. A tied one has several places."""
+    found = defaultdict[Tensor, list[_Place]](list)
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            found[parameter].append(_Place(vars(owner)["_parameters"], name))
+    return found
 
 
 class ShardedModule:
@@ -169,9 +194,11 @@ class ShardedModule:
             # They get a gradient that DDP would not leave, unless another rank has used them.
             reduce_unused_too(part, self._zeroed.add)
         names = {part: name for name, part in module.named_modules()}
+        owners = _owners(module)
         for number, unit in enumerate(self.units):
+            own = [(place, {shard, one}) for shard, one in gathered_by_fsdp(unit) for place in owners.get(shard, ())]
             # Before a gather: while this rank waits, other ranks can see its unit.
-            note_forward = functools.partial(self._note_forward, number, names[unit])
+            note_forward = functools.partial(self._note_forward, number, names[unit], own)
             call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number, names[unit]))
         root = cast(FSDPModule, module)
         after_writes = functools.partial(gather_after_writes, module) if self._gathers_apart else lambda: None
@@ -232,9 +259,9 @@ class ShardedModule:
         # None while the whole parameters are shown.
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
-    def reshard_root_after_forward(self) -> None:
+    def reshard_root(self) -> None:
         """Frees the root's parameters between forward and backward, too. Then no hook sees gathered parameters."""
-        cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
+        cast(FSDPModule, self.module).reshard()
 
     def _gather_after_writes(self, number: int, phase: str, name: str) -> None:
         """Makes a unit's gather wait for writes to shards within the step. FSDP2 only waits for those before it.
@@ -252,7 +279,10 @@ class ShardedModule:
     def _begin_gather(self) -> Callable[[], None] | None:
         return None if self.clock is None else self.clock()
 
-    def _note_forward(self, number: int, name: str) -> Callable[[], None] | None:
+    def _note_forward(self, number: int, name: str, own: list[tuple[_Place, set[Tensor]]]) -> Callable[[], None] | None:
+        for place, known in own:
+            if place.registered.get(place.name) not in known:
+                raise _replaced(place.name, name)
         if self._gathers_apart:
             self._gather_after_writes(number, "forward", name)
         self.unit_called = name
