@@ -28,6 +28,7 @@ def test_two_ranks_of_this_machine(capfd: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("LIGHTNING_PARSTRAT_AUTOLOAD", "0")
     assert main(["doctor"]) == 1
     printed = capfd.readouterr().out
+    assert re.findall(r"^(?:NOT )?OK  ([a-z ]+):", printed, re.MULTILINE) == NAMES
     assert re.search(r"^NOT OK  flags: .*\n  unset LIGHTNING_PARSTRAT_AUTOLOAD", printed, re.MULTILINE), printed
     assert re.search(r"^NOT OK  process groups: .*\n  .*GLOO_SOCKET_IFNAME", printed, re.MULTILINE), printed
 
