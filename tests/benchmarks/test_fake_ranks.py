@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUCKETS = [16, 16, 16, 12]
 """Tensors of 16 KiB in each bucket of 0.25 MiB."""
 BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
-AGREEMENTS = 7
-"""Of a setup: whether modules and plans are the same, what can be sharded, who shares a node and so on."""
+AGREEMENTS = 8
+"""Of a setup: whether modules and plans are the same, whether all ranks resume, who shares a node and so on."""
 
 
 def counted_by(folder: Path, *arguments: str) -> list[dict[str, Any]]:
