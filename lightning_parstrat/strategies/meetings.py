@@ -161,10 +161,14 @@ class Meetings(Part):
         return Traffic() if self._outer is None else self._outer.sums.traffic + self._outer.gathers.traffic
 
     def adopt_parameters(self) -> None:
-        """Copies the parameters that are about to be trained for the first time. Call it before each backward."""
+        """Copies the parameters that are about to be trained for the first time. Call it before each forward."""
         engine, outer = self._engine, self._outer
         if engine is not None and outer is not None and len(engine.buckets) != len(outer.buckets):
             _check_all_sharded(engine)
+            if known := outer.buckets:
+                # Groups may have made them by other random numbers.
+                added = [slot.parameter.data for one in engine.buckets if one not in known for slot in one.slots]
+                broadcast_tensors(added, self._ranks.groups.gradients)
             outer.adopt(engine.buckets, _names(self._module))
 
     def end_step(self, signals: int) -> int:

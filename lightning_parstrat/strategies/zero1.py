@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -340,13 +341,24 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._engine.reducer.zero(set(self._engine.slots.values()))
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Prepares parameters that were added since the last step, then runs the user's training step."""
+        if self._engine is not None:
+            self._adopt_added_parameters()
+        return super().training_step(*args, **kwargs)
+
+    def _adopt_added_parameters(self) -> None:
+        self._engine.adopt_added_parameters()
+        if self._meetings is not None:
+            self._meetings.adopt_parameters()
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares to send gradients while backward runs, or to record their order."""
         super().pre_backward(closure_loss)
         if self._engine is not None:
+            self._adopt_added_parameters()
             self._engine.prepare_backward(closure_loss, self._accumulation.scale)
-            if self._meetings is not None:
-                self._meetings.adopt_parameters()
 
     @override
     def _end_backward(self, ends_window: bool, has_run: bool) -> None:

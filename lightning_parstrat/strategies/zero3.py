@@ -212,7 +212,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Creates the optimizers. Collective.
 
         Raises:
-            ValueError: An optimizer cannot step sharded parameters, or does not have the same ones on all ranks.
+            ValueError: An optimizer cannot step sharded parameters, or does not have the same ones on all ranks. Or it
+                has one that was not sharded.
         """
         super().setup_optimizers(trainer)
         optimizers = trained(self.optimizers)
@@ -222,6 +223,18 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         stepped_by = [(name, [parameter in one for one in stepped]) for name, parameter in parameters]
         check_agreement(self._ranks.control, digest(stepped_by))
         prepare_optimizers(optimizers, self._ranks.control)
+        self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
+        for optimizer in trained(self.optimizers):
+            for parameter in grouped_parameters(optimizer):
+                if parameter not in self._fsdp_module.parameters:
+                    raise ValueError(
+                        f"{self.flag}: a parameter of shape {tuple(parameter.shape)} is in {type(optimizer).__name__},"
+                        " but was not in the module when it was sharded. Its gradients would not be averaged. Create"
+                        " all layers in `__init__` or `configure_model`, and unfreeze them later by `requires_grad_()`."
+                        " Or train by `zero1_custom`."
+                    )
 
     @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
@@ -289,6 +302,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _before_step(self) -> None:
         # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
         self._fsdp_module.reshard()
+        # Parameters may be added by any way, at any time.
+        self._check_optimizers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

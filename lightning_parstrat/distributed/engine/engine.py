@@ -6,6 +6,7 @@ Toward Training Trillion Parameter Models", section 5.1 (optimizer state partiti
 as in section 5.2.
 """
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.module_states import refuse_captured_graphs
+from lightning_parstrat.distributed.comm.module_states import broadcast_tensors, refuse_captured_graphs
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.work import Streams
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
@@ -106,11 +107,12 @@ class ShardedDataParallel:
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._order = order
+        self._groups = groups
+        self._known: set[Tensor] = set()
+        """The optimizers' parameters when buckets were made last."""
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.shardings = {
-            number: OptimizerSharding(
-                self.optimizers[number], self.reducer, self.gatherer, self._adopt_added_parameters
-            )
+            number: OptimizerSharding(self.optimizers[number], self.reducer, self.gatherer, self.adopt_added_parameters)
             for number in self._partitions
         }
         """The shardings of optimizers, by the optimizers' positions."""
@@ -182,9 +184,7 @@ class ShardedDataParallel:
             loss: The tensor on which backward is called.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
-        # A callback may call `add_param_group` at any step. All ranks call it at the same one.
-        for sharding in self.shardings.values():
-            sharding.adopt_added_parameters()
+        self.adopt_added_parameters()
         # Backward reads parameters in C++, without waiting for them.
         self.gatherer.finish()
         if self.reducer.recorded is None:
@@ -223,6 +223,25 @@ class ShardedDataParallel:
             bucket.move_out(storages)
         self.reducer.dissolve_buckets(self.reducer.buckets)
         self._bucket_parameters()
+
+    def adopt_added_parameters(self) -> list[ParameterBucket]:
+        """Gives rank 0's values and buckets to parameters that were added to an optimizer. Collective if there are any.
+
+        Call it before each forward and backward, on all ranks. Parameters may be added by any way, at any time.
+
+        Returns:
+            The new buckets.
+        """
+        grouped = itertools.chain.from_iterable(map(grouped_parameters, self.optimizers))
+        added = [parameter for parameter in grouped if parameter not in self._known]
+        if not added:
+            return []
+        before = self.buckets
+        with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
+            # Each rank may have made them by its own random numbers. A graph may have saved them: `data` has no version.
+            broadcast_tensors([parameter.data for parameter in added], self._groups.gradients)
+            self._bucket_parameters()
+        return [bucket for bucket in self.buckets if bucket not in before]
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
         """Sends gradients in ``param.grad`` that no announced backward has reduced. Collective.
@@ -282,10 +301,6 @@ class ShardedDataParallel:
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
 
-    def _adopt_added_parameters(self) -> None:
-        with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
-            self._bucket_parameters()
-
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
         self.gatherer.finish()
@@ -303,6 +318,7 @@ class ShardedDataParallel:
             if self._partitions[number] == "parameter":
                 _check_uncut(sharding)
             sharding.optimizer.state = shard_existing_state(sharding.optimizer.state, sharding.slots)
+        self._known = set(itertools.chain.from_iterable(map(grouped_parameters, self.optimizers)))
 
     def _planner(self, order: Sequence[str]) -> BucketPlanner:
         control, gradients = self.reducer.control, self.reducer.collectives

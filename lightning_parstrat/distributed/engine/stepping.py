@@ -148,7 +148,7 @@ class OptimizerSharding:
         optimizer: The optimizer.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
-        make_buckets: Makes buckets of all parameters that are in none. Collective.
+        adopt: See :meth:`ShardedDataParallel.adopt_added_parameters`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OptimizerSharding:
         optimizer: Optimizer,
         reducer: GradientReducer,
         gatherer: ParameterGatherer,
-        make_buckets: Callable[[], None],
+        adopt: Callable[[], list[ParameterBucket]],
     ) -> None:
         self.optimizer = optimizer
         self.reducer = reducer
@@ -168,8 +168,7 @@ class OptimizerSharding:
         self.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
         """The handle of the hook that refuses a step which bypasses the optimizer's own methods."""
         self.shard_groups = reducer.collectives.shard_groups
-        self._make_buckets = make_buckets
-        self._replicated: set[Tensor] = set()
+        self.adopt = adopt
 
     @property
     def shards(self) -> Shards:
@@ -180,25 +179,10 @@ class OptimizerSharding:
     def look_up(self, buckets: Sequence[ParameterBucket]) -> None:
         """Finds the optimizer's parameters in buckets. Every rank steps all parameters that are in none."""
         slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
-        for parameter in grouped_parameters(self.optimizer):
-            if parameter in slots:
-                self.slots[parameter] = slots[parameter]
-            else:
-                self._replicated.add(parameter)
+        parameters = grouped_parameters(self.optimizer)
+        self.slots.update({one: slots[one] for one in parameters if one in slots})
         own = {slot.bucket for slot in self.slots.values()}
         self.buckets = [bucket for bucket in buckets if bucket in own]
-
-    def adopt_added_parameters(self) -> bool:
-        """Makes buckets if a group holds a new parameter, by any way of adding. Collective then.
-
-        Returns:
-            Whether there was one. The same on all ranks.
-        """
-        groups = self.optimizer.param_groups
-        added = any(p not in self.slots and p not in self._replicated for group in groups for p in group["params"])
-        if added:
-            self._make_buckets()
-        return added
 
     def stepped(self) -> list[list[tuple[GradientBucket | None, Tensor]]]:
         """The tensors that this rank steps for each of the groups: shards with their buckets, others with None."""
@@ -255,14 +239,13 @@ class OptimizerSharding:
 
     def _make_ready(self) -> None:
         """Brings gradients and parameters to the shards."""
-        before = len(self.buckets)
-        added = self.adopt_added_parameters()
+        added = self.adopt()
         if not isinstance(self.optimizer.state, StateByShard):
             # A program has replaced it, and will use parameters as keys.
             self.optimizer.state = shard_existing_state(self.optimizer.state, self.slots)
         self.gatherer.finish()
         if added:
-            self.reducer.reduce_left_over(self.buckets[before:])
+            self.reducer.reduce_left_over(added)
         self.reducer.finish(self.buckets)
         for bucket in self.buckets:
             # The user's changes are stepped.
@@ -368,7 +351,7 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """
     sharding = sharding_of(self)
     if sharding.attached:
-        sharding.adopt_added_parameters()
+        sharding.adopt()
     own = own_state_dict(self, sharding.slots, state_dict)
     with showing(self, [[tensor for _, tensor in group] for group in sharding.stepped()]):
         _of_class(self, "load_state_dict")(own)

@@ -176,6 +176,7 @@ class ShardedModule:
         self.writes = Writes(module, device)
         found: dict[Any, Any] = dict(itertools.chain(*map(gathered_by_fsdp, self._parts)))
         self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in module.parameters()]
+        self.parameters = {leaf.parameter for leaf in self.leaves}
         if is_new:
             let_whole_states_be_loaded(module)
         self._hooks = [*self._register_hooks()]
