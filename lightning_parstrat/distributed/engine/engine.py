@@ -238,7 +238,7 @@ class ShardedDataParallel:
             return []
         before = self.buckets
         with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
-            # Each rank may have made them by its own random numbers. A graph may have saved them: `data` has no version.
+            # Each rank may have made them by its own random numbers. By `data`, because a graph may have saved them.
             broadcast_tensors([parameter.data for parameter in added], self._groups.gradients)
             self._bucket_parameters()
         return [bucket for bucket in self.buckets if bucket not in before]
