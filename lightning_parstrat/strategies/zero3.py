@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -173,6 +174,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Shards the module in place. There is no wrapper around it. Collective."""
         module = self._training_module
         self._close()
+        self._refuse_pruning(module.trainer)
         self._same_data.begin()
         if module_sharding(module) is not None:
             # As `ddp` does at every set-up. Sharding broadcasts those of a new module.
@@ -195,6 +197,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         )
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module, self._ranks.groups.gradients)
+
+    def _refuse_pruning(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and any(isinstance(one, ModelPruning) for one in trainer.callbacks):
+            raise MisconfigurationException(
+                f"{self.flag}: ModelPruning compares all elements of weights, of which each rank has a part. Train by"
+                " `zero2_custom`."
+            )
 
     def _make_collectives(self) -> Collectives:
         """Creates the collectives that send gradients. Collective."""

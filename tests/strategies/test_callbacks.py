@@ -158,8 +158,7 @@ CASES = {
     "pruning": Case(
         lambda _: [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)],
         trainer={"max_epochs": 3},
-        # It ranks the elements of all weights by their size, and flattens what is in shards.
-        zero3="unevenly sharded",
+        zero3="ModelPruning compares all elements",
     ),
     "early stopping": Case(
         lambda _: [EarlyStopping("val_loss", min_delta=10.0, patience=1)], trainer={"max_epochs": 5}, look=stopped_early

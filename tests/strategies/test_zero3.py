@@ -3,6 +3,7 @@
 What it trains, and what it cannot train, is in ``cases.py``.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,26 @@ def error_of_call() -> str:
 def test_a_block_that_is_called_with_other_parameters_raises(pool: RankPool) -> None:
     for error in pool.run(2, error_of_call):
         assert "is another tensor than the parameter" in error and "functional_call" in error, error
+
+
+class LooksBeforeBackward(zoo.MLP):
+    """A hook runs before backward. The step calls the module itself, and reads a weight between its calls."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        return loss * (1 + next(self.parameters()).detach().square().sum()) + self(2 * batch).mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen = next(self.parameters()).shape
+
+
+def compare_looking() -> float:
+    module = partial(LooksBeforeBackward, partial(torch.optim.SGD, lr=0.05))
+    return largest_difference(train(module, ZeRO3Strategy()), train(module, ddp()))
+
+
+def test_a_hook_before_backward_leaves_weights_whole_within_the_step(pool: RankPool) -> None:
+    assert max(pool.run(2, compare_looking)) <= FP32
