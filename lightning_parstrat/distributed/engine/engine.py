@@ -231,11 +231,15 @@ class ShardedDataParallel:
 
         Returns:
             The new buckets.
+
+        Raises:
+            ValueError: A parameter cannot be bucketed.
         """
-        grouped = itertools.chain.from_iterable(map(grouped_parameters, self.optimizers))
+        grouped = list(itertools.chain.from_iterable(map(grouped_parameters, self.optimizers)))
         added = [parameter for parameter in grouped if parameter not in self._known]
         if not added:
             return []
+        check_parameters(self.module, grouped)
         before = self.buckets
         with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
             # Each rank may have made them by its own random numbers. By `data`, because a graph may have saved them.
@@ -306,7 +310,6 @@ class ShardedDataParallel:
         self.gatherer.finish()
         placed = self.slots
         owners = owners_of(self.module, self.optimizers, self._partitions, placed)
-        check_parameters(self.module, [parameter for parameter, numbers in owners.items() if numbers])
         # A parameter that was in no optimizer may be in one now. Its gradient must not be sent twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in placed}
