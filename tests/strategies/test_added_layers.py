@@ -15,7 +15,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.odd_optimizers import GloballyScaled
-from tests.strategies.parity import largest_difference, train
+from tests.strategies.parity import ddp, largest_difference, train
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 
@@ -51,6 +51,46 @@ def compare_to_one_process(strategy: Any, module: type[GetsHead], optimizer: Any
     actual = train(lambda: module(optimizer), strategy, max_epochs=2, **arguments)
     assert expected.parameters[-1][-1].any()
     return largest_difference(actual, expected)
+
+
+class MovesLayer(zoo.MLP):
+    """In manual optimization, a layer leaves an optimizer for another one, or joins it as well."""
+
+    automatic_optimization = False
+    leaves = True
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:4].parameters(), 0.05, 0.9), torch.optim.SGD(self.net[4].parameters(), 0.05)]
+
+    def on_train_epoch_start(self) -> None:
+        first, second = self.trainer.optimizers
+        if self.current_epoch == 1:
+            moved = list(self.net[2].parameters())
+            second.add_param_group({"params": moved, "momentum": 0.9})
+            if self.leaves:
+                first.param_groups[0]["params"] = list(self.net[0].parameters())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.compute_loss(batch))
+            optimizer.step()
+
+
+class SharesLayer(MovesLayer):
+    leaves = False
+
+
+def compare_moved(module: type[MovesLayer], strategy: Any) -> float:
+    return largest_difference(train(module, strategy, max_epochs=2), train(module, ddp(), max_epochs=2))
+
+
+@pytest.mark.parametrize("module", [MovesLayer, SharesLayer])
+@pytest.mark.parametrize("exposes", ["auto", False])
+def test_a_layer_that_another_optimizer_gets_is_stepped_by_it(
+    pool: RankPool, module: type[MovesLayer], exposes: Any
+) -> None:
+    assert max(pool.run(2, compare_moved, module, ZeRO1Strategy(expose_gradients=exposes))) <= FP32
 
 
 MEETING = {"shard_group": 1, "outer_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}

@@ -108,8 +108,8 @@ class ShardedDataParallel:
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._order = order
         self._groups = groups
-        self._known: set[Tensor] = set()
-        """The optimizers' parameters when buckets were made last."""
+        self._known: list[set[Tensor]] = []
+        """Each optimizer's parameters when buckets were made last."""
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.shardings = {
             number: OptimizerSharding(self.optimizers[number], self.reducer, self.gatherer, self.adopt_added_parameters)
@@ -235,15 +235,15 @@ class ShardedDataParallel:
         Raises:
             ValueError: A parameter cannot be bucketed.
         """
-        grouped = list(itertools.chain.from_iterable(map(grouped_parameters, self.optimizers)))
-        added = [parameter for parameter in grouped if parameter not in self._known]
-        if not added:
+        grouped = [grouped_parameters(optimizer) for optimizer in self.optimizers]
+        if all(known.issuperset(own) for known, own in zip(self._known, grouped, strict=True)):
             return []
-        check_parameters(self.module, grouped)
-        before = self.buckets
+        parameters, before = list(itertools.chain.from_iterable(grouped)), self.buckets
+        check_parameters(self.module, parameters)
+        trained = set().union(*self._known)
         with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
             # Each rank may have made them by its own random numbers. By `data`, because a graph may have saved them.
-            broadcast_tensors([parameter.data for parameter in added], self._groups.gradients)
+            broadcast_tensors([one.data for one in parameters if one not in trained], self._groups.gradients)
             self._bucket_parameters()
         return [bucket for bucket in self.buckets if bucket not in before]
 
@@ -321,7 +321,7 @@ class ShardedDataParallel:
             if self._partitions[number] == "parameter":
                 _check_uncut(sharding)
             sharding.optimizer.state = shard_existing_state(sharding.optimizer.state, sharding.slots)
-        self._known = set(itertools.chain.from_iterable(map(grouped_parameters, self.optimizers)))
+        self._known = [set(grouped_parameters(optimizer)) for optimizer in self.optimizers]
 
     def _planner(self, order: Sequence[str]) -> BucketPlanner:
         control, gradients = self.reducer.control, self.reducer.collectives
