@@ -1,7 +1,7 @@
 """A batch cut into micro-batches along its first dimension, and what a step returns for each, joined again."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,37 +20,58 @@ def count_samples(batch: Any) -> int:
     Raises:
         ValueError: The batch has no tensor with a dimension.
     """
-    for size in _sizes(batch):
-        return size
+    return _deciding(batch)[1]
+
+
+def _deciding(batch: Any) -> tuple[Any, int]:
+    """The first part with a tensor that has a dimension, and its first size. Tensors in fewer lists decide."""
+    level: list[Any] = [(batch,)]
+    while level:
+        for tree in level:
+            for size in [one.size(0) for one in _items(tree) if isinstance(one, Tensor) and one.dim()]:
+                return tree, size
+        level = [one for tree in level for one in _items(tree) if isinstance(one, (Mapping, list, tuple))]
     raise ValueError(
         f"A batch of type {type(batch).__name__} has no tensor whose first dimension counts samples, so it cannot be"
         " cut into micro-batches. Let the collate function return tensors in dictionaries, lists or tuples."
     )
 
 
-def _sizes(tree: Any) -> Iterator[int]:
-    if isinstance(tree, Tensor) and tree.dim():
-        yield tree.size(0)
-    elif isinstance(tree, Mapping):
-        yield from _sizes([*tree.values()])
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _sizes(value)
+def _items(tree: Any) -> Iterable[Any]:
+    return tree.values() if isinstance(tree, Mapping) else tree
 
 
-def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
+def _refuse_list_of_samples(batch: Any, micro_batches: int, batch_sizes: Collection[int]) -> None:
+    """Raises if the tensors that decide how many samples there are may be one for each sample."""
+    tree, size = _deciding(batch)
+    number, kinds = len(tree), {(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in _items(tree)}
+    if isinstance(tree, Mapping) or len(kinds) > 1 or number == 1:
+        return
+    may_be_samples = not batch_sizes or (number in batch_sizes and size not in batch_sizes)
+    if may_be_samples and number >= micro_batches:
+        raise ValueError(
+            f"A {type(tree).__name__} of {number} tensors of {size} elements each may be {number} samples, or parts of"
+            f" {size} samples. So the batch cannot be cut into micro-batches. Let the collate function stack samples,"
+            " or return parts in a dictionary."
+        )
+
+
+def cut_batch(batch: Any, micro_batches: int, batch_sizes: Collection[int] = ()) -> tuple[list[Any], list[int]]:
     """Cuts a batch into micro-batches. The first ones have one sample more if the division leaves a rest.
 
     Args:
         batch: Tensors in dictionaries, lists and tuples. A list with an item for each sample is cut, too.
         micro_batches: How many.
+        batch_sizes: How many samples the loaders' batches have, if known. The last ones may have fewer.
 
     Returns:
         The micro-batches, whose tensors are views, and the number of samples of each.
 
     Raises:
-        ValueError: There are fewer samples than micro-batches. Or a part of the batch cannot be cut.
+        ValueError: There are fewer samples than micro-batches. Or a part of the batch cannot be cut. Or a list may be
+            one of samples or of parts.
     """
+    _refuse_list_of_samples(batch, micro_batches, batch_sizes)
     samples = count_samples(batch)
     if samples < micro_batches:
         raise ValueError(

@@ -385,6 +385,12 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             )
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepares a loader of training or evaluation. Collective."""
+        self._pipeline_steps.note_batch_size(dataloader, bool(self._training_module.trainer.training))
+        return super().process_dataloader(dataloader)
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the rest of the closure, clips and steps. Or skips the step on all ranks."""
         if self._engine is None and self._shards_state:

@@ -66,11 +66,39 @@ def test_the_first_micro_batches_have_what_the_division_leaves() -> None:
         ((IMAGES, torch.zeros(3, 4)), r"shape \(3, 4\) in a batch of 4 samples"),
         ((IMAGES, {1, 2}), "A set in a batch cannot be cut"),
         ({"text": ["a", "b"]}, "no tensor whose first dimension counts samples"),
+        ([LABELS, LABELS], "A list of 2 tensors of 4 elements each may be 2 samples, or parts of 4 samples"),
+        ({"tokens": (LABELS, LABELS), "number": 2}, "A tuple of 2 tensors of 4 elements"),
     ],
 )
 def test_what_cannot_be_cut_is_an_error(batch: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         cut_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_sizes"),
+    [
+        ((IMAGES, LABELS), ()),
+        ([LABELS, LABELS], (4,)),
+        # The last batch of an epoch.
+        ([LABELS[:3], LABELS[:3]], (4,)),
+        ([LABELS, LABELS], (2, 4)),
+    ],
+)
+def test_parts_of_as_many_samples_as_a_loader_s_batch_are_cut(batch: Any, batch_sizes: tuple[int, ...]) -> None:
+    parts, _ = cut_batch(batch, 2, batch_sizes)
+    assert [one.size(0) for one in parts[0]] == [2, 2]
+
+
+def test_a_list_as_long_as_a_loader_s_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="may be 2 samples"):
+        cut_batch([LABELS, LABELS], 2, (2,))
+
+
+def test_tensors_outside_of_lists_count_samples() -> None:
+    texts = [torch.arange(3), torch.arange(3), torch.arange(3), torch.arange(3)]
+    parts, sizes = cut_batch((texts, LABELS), 2)
+    assert sizes == [2, 2] and [len(tokens) for tokens, _ in parts] == [2, 2]
 
 
 OUTPUTS: dict[str, tuple[list[Any], Any]] = {

@@ -582,6 +582,16 @@ class Choosy(Block):
         return super().forward(x) if x.sum() > 0 else x
 
 
+class ListsSamples(Model):
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
+        return list(batch)
+
+
+class ReturnsNone(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None
+
+
 class DecidesInBlock(Model):
     block = Choosy
 
@@ -617,6 +627,8 @@ REFUSED = {
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
+    "list of samples": Refused(ListsSamples, "A list of 8 tensors of 12 elements each may be 8 samples"),
+    "no loss": Refused(ReturnsNone, "has not called 'blocks.0'.* If `training_step` returns None"),
     "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
     "few micro-batches": Refused(Model, "1f1b.*microbatches=1", {"microbatches": 1}),
     "stages": Refused(Model, r"stages=\[1, 1, 2\] are 3 for 2 ranks", {"stages": [1, 1, 2]}),

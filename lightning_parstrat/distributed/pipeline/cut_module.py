@@ -196,7 +196,7 @@ class CutModule:
             raise PipelineError(
                 f"A step has not called {self._names[run.next]!r}. Each block is to be called once in a step. Name the"
                 " classes of the blocks that are, by `auto_wrap_policy`. What is not called, such as a teacher, needs"
-                " another class."
+                " another class. If `training_step` returns None, return a loss times 0 instead."
             )
         return output
 

@@ -84,6 +84,7 @@ class PipelineSteps:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
         self._control, self._replicas, self._of_stage = control, replicas, of_stage
         self._micro_batches = micro_batches
+        self._batch_sizes: dict[bool, set[int]] = {True: set(), False: set()}
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
@@ -93,6 +94,11 @@ class PipelineSteps:
     @property
     def _module(self) -> Any:
         return self._strategy.lightning_module
+
+    def note_batch_size(self, dataloader: Any, trains: bool) -> None:
+        """Notes how many samples a loader's batches have, if it knows. Not collective."""
+        size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+        self._batch_sizes[trains].update([size] if isinstance(size, int) else [])
 
     def train(self, batch: Any, *args: Any) -> Any:
         """Runs forward and backward of the micro-batches of a batch.
@@ -104,7 +110,7 @@ class PipelineSteps:
         Raises:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks of the pipeline.
         """
-        micro_batches, sizes = cut_batch(batch, self._micro_batches)
+        micro_batches, sizes = cut_batch(batch, self._micro_batches, self._batch_sizes[True])
         sharded = self._parts.sharded
         losses: dict[int, tuple[Tensor, float]] = {}
 
@@ -211,7 +217,8 @@ class PipelineSteps:
         Raises:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
         """
-        micro_batches, sizes = cut_batch(batch, min(self._micro_batches, count_samples(batch)))
+        number = min(self._micro_batches, count_samples(batch))
+        micro_batches, sizes = cut_batch(batch, number, self._batch_sizes[False])
         outputs: dict[int, Any] = {}
         taken, joined, is_last = self._run(name, micro_batches, args, outputs.__setitem__), None, self._pipeline.is_last
         try:
