@@ -1,14 +1,14 @@
 """A batch cut into micro-batches along its first dimension, and what a step returns for each, joined again."""
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import counted, listed
 
 _WHOLE = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 """What every micro-batch gets whole."""
@@ -20,58 +20,75 @@ def count_samples(batch: Any) -> int:
     Raises:
         ValueError: The batch has no tensor with a dimension.
     """
-    return _deciding(batch)[1]
+    return _deciding(batch).size
 
 
-def _deciding(batch: Any) -> tuple[Any, int]:
-    """The first part with a tensor that has a dimension, and its first size. Tensors in fewer lists decide."""
-    level: list[Any] = [(batch,)]
+class _Deciding(NamedTuple):
+    """The tensor that decides how many samples a batch has.
+
+    Attributes:
+        size: Its first dimension.
+        lengths: The lengths of the lists and tuples around it.
+    """
+
+    size: int
+    lengths: tuple[int, ...]
+
+
+def _deciding(batch: Any) -> _Deciding:
+    # Of tensors in fewer lists and dictionaries first: a list may have one for each sample.
+    level: list[tuple[Any, tuple[int, ...]]] = [(batch, ())]
     while level:
-        for tree in level:
-            for size in [one.size(0) for one in _items(tree) if isinstance(one, Tensor) and one.dim()]:
-                return tree, size
-        level = [one for tree in level for one in _items(tree) if isinstance(one, (Mapping, list, tuple))]
+        for tree, lengths in level:
+            if isinstance(tree, Tensor) and tree.dim():
+                return _Deciding(tree.size(0), lengths)
+        within = []
+        for tree, lengths in level:
+            if isinstance(tree, Mapping):
+                within += [(one, lengths) for one in tree.values()]
+            elif isinstance(tree, (list, tuple)):
+                within += [(one, (*lengths, len(tree))) for one in tree]
+        level = within
     raise ValueError(
         f"A batch of type {type(batch).__name__} has no tensor whose first dimension counts samples, so it cannot be"
         " cut into micro-batches. Let the collate function return tensors in dictionaries, lists or tuples."
     )
 
 
-def _items(tree: Any) -> Iterable[Any]:
-    return tree.values() if isinstance(tree, Mapping) else tree
+def check_samples(batch: Any, batch_sizes: Collection[int]) -> None:
+    """Raises if the first dimension of a batch's tensors is not its samples, as far as sizes show it.
 
+    Args:
+        batch: The first of an epoch, which has fewer samples than others only if it is the last one, too.
+        batch_sizes: How many samples the loaders' batches have. Empty if that is not known.
 
-def _refuse_list_of_samples(batch: Any, micro_batches: int, batch_sizes: Collection[int]) -> None:
-    """Raises if the tensors that decide how many samples there are may be one for each sample."""
-    tree, size = _deciding(batch)
-    number, kinds = len(tree), {(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in _items(tree)}
-    if isinstance(tree, Mapping) or len(kinds) > 1 or number == 1:
+    Raises:
+        ValueError: There are more than in any batch. Or a list has one item for each sample, and parts were expected.
+    """
+    size, lengths = _deciding(batch)
+    if not batch_sizes or size in batch_sizes:
         return
-    may_be_samples = not batch_sizes or (number in batch_sizes and size not in batch_sizes)
-    if may_be_samples and number >= micro_batches:
+    if size > max(batch_sizes) or not set(batch_sizes).isdisjoint(lengths):
         raise ValueError(
-            f"A {type(tree).__name__} of {number} tensors of {size} elements each may be {number} samples, or parts of"
-            f" {size} samples. So the batch cannot be cut into micro-batches. Let the collate function stack samples,"
-            " or return parts in a dictionary."
+            f"The first dimension of a batch's tensors is {size}, and the loader's batches have"
+            f" {listed(sorted(map(str, batch_sizes)))} samples. So the batch cannot be cut into micro-batches. Let the"
+            " collate function return tensors whose first dimension is the samples, as `torch.stack` does."
         )
 
 
-def cut_batch(batch: Any, micro_batches: int, batch_sizes: Collection[int] = ()) -> tuple[list[Any], list[int]]:
+def cut_batch(batch: Any, micro_batches: int) -> tuple[list[Any], list[int]]:
     """Cuts a batch into micro-batches. The first ones have one sample more if the division leaves a rest.
 
     Args:
         batch: Tensors in dictionaries, lists and tuples. A list with an item for each sample is cut, too.
         micro_batches: How many.
-        batch_sizes: How many samples the loaders' batches have, if known. The last ones may have fewer.
 
     Returns:
         The micro-batches, whose tensors are views, and the number of samples of each.
 
     Raises:
-        ValueError: There are fewer samples than micro-batches. Or a part of the batch cannot be cut. Or a list may be
-            one of samples or of parts.
+        ValueError: There are fewer samples than micro-batches. Or a part of the batch cannot be cut.
     """
-    _refuse_list_of_samples(batch, micro_batches, batch_sizes)
     samples = count_samples(batch)
     if samples < micro_batches:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_parstrat.core.micro_batches import cut_batch, join_outputs
+from lightning_parstrat.core.micro_batches import check_samples, cut_batch, join_outputs
 from tests.comparing import assert_same
 
 
@@ -66,8 +66,6 @@ def test_the_first_micro_batches_have_what_the_division_leaves() -> None:
         ((IMAGES, torch.zeros(3, 4)), r"shape \(3, 4\) in a batch of 4 samples"),
         ((IMAGES, {1, 2}), "A set in a batch cannot be cut"),
         ({"text": ["a", "b"]}, "no tensor whose first dimension counts samples"),
-        ([LABELS, LABELS], "A list of 2 tensors of 4 elements each may be 2 samples, or parts of 4 samples"),
-        ({"tokens": (LABELS, LABELS), "number": 2}, "A tuple of 2 tensors of 4 elements"),
     ],
 )
 def test_what_cannot_be_cut_is_an_error(batch: Any, reason: str) -> None:
@@ -78,21 +76,31 @@ def test_what_cannot_be_cut_is_an_error(batch: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "batch_sizes"),
     [
-        ((IMAGES, LABELS), ()),
-        ([LABELS, LABELS], (4,)),
-        # The last batch of an epoch.
-        ([LABELS[:3], LABELS[:3]], (4,)),
-        ([LABELS, LABELS], (2, 4)),
+        ((IMAGES, LABELS), {4}),
+        ([LABELS, LABELS], {2, 4}),
+        # The only batch of an epoch.
+        ([LABELS[:3], LABELS[:3]], {4}),
+        # Nothing is known.
+        ([LABELS, LABELS], set()),
     ],
 )
-def test_parts_of_as_many_samples_as_a_loader_s_batch_are_cut(batch: Any, batch_sizes: tuple[int, ...]) -> None:
-    parts, _ = cut_batch(batch, 2, batch_sizes)
-    assert [one.size(0) for one in parts[0]] == [2, 2]
+def test_a_loader_s_batch_may_be_parts_of_its_samples(batch: Any, batch_sizes: set[int]) -> None:
+    check_samples(batch, batch_sizes)
 
 
-def test_a_list_as_long_as_a_loader_s_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="may be 2 samples"):
-        cut_batch([LABELS, LABELS], 2, (2,))
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.zeros(16)] * 8,
+        {"tokens": [torch.zeros(16)] * 8, "number": 8},
+        (tuple(torch.zeros(3, 5, number) for number in range(8)), [{"label": torch.tensor(1)}] * 8),
+        [{"image": torch.zeros(3, 5), "label": 1}] * 8,
+        {"nodes": torch.zeros(37, 2), "graphs": torch.zeros(37)},
+    ],
+)
+def test_a_list_of_samples_is_no_list_of_parts(batch: Any) -> None:
+    with pytest.raises(ValueError, match="and the loader's batches have 8 samples"):
+        check_samples(batch, {8})
 
 
 def test_tensors_outside_of_lists_count_samples() -> None:

@@ -627,7 +627,7 @@ REFUSED = {
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
-    "list of samples": Refused(ListsSamples, "A list of 8 tensors of 12 elements each may be 8 samples"),
+    "list of samples": Refused(ListsSamples, "tensors is 12, and the loader's batches have 8 samples"),
     "no loss": Refused(ReturnsNone, "has not called 'blocks.0'.* If `training_step` returns None"),
     "small batch": Refused(Model, "A batch of 8 samples cannot be cut into microbatches=9", {"microbatches": 9}),
     "few micro-batches": Refused(Model, "1f1b.*microbatches=1", {"microbatches": 1}),

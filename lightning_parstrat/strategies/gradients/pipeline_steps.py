@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_parstrat.core.micro_batches import count_samples, cut_batch, join_outputs, mean_over, signature
+from lightning_parstrat.core.micro_batches import (
+    check_samples,
+    count_samples,
+    cut_batch,
+    join_outputs,
+    mean_over,
+    signature,
+)
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank
@@ -85,6 +92,7 @@ class PipelineSteps:
         self._control, self._replicas, self._of_stage = control, replicas, of_stage
         self._micro_batches = micro_batches
         self._batch_sizes: dict[bool, set[int]] = {True: set(), False: set()}
+        self._checked = set[str]()
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
@@ -100,6 +108,12 @@ class PipelineSteps:
         size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
         self._batch_sizes[trains].update([size] if isinstance(size, int) else [])
 
+    def _cut_batch(self, name: str, batch: Any, most: int | None = None) -> tuple[list[Any], list[int]]:
+        if name not in self._checked:
+            check_samples(batch, self._batch_sizes[name == "training_step"])
+            self._checked.add(name)
+        return cut_batch(batch, self._micro_batches if most is None else min(self._micro_batches, most))
+
     def train(self, batch: Any, *args: Any) -> Any:
         """Runs forward and backward of the micro-batches of a batch.
 
@@ -110,7 +124,7 @@ class PipelineSteps:
         Raises:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks of the pipeline.
         """
-        micro_batches, sizes = cut_batch(batch, self._micro_batches, self._batch_sizes[True])
+        micro_batches, sizes = self._cut_batch("training_step", batch)
         sharded = self._parts.sharded
         losses: dict[int, tuple[Tensor, float]] = {}
 
@@ -217,8 +231,7 @@ class PipelineSteps:
         Raises:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks.
         """
-        number = min(self._micro_batches, count_samples(batch))
-        micro_batches, sizes = cut_batch(batch, number, self._batch_sizes[False])
+        micro_batches, sizes = self._cut_batch(name, batch, count_samples(batch))
         outputs: dict[int, Any] = {}
         taken, joined, is_last = self._run(name, micro_batches, args, outputs.__setitem__), None, self._pipeline.is_last
         try:
