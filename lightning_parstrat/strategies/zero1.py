@@ -344,21 +344,19 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Prepares parameters that were added since the last step, then runs the user's training step."""
         if self._engine is not None:
-            self._adopt_added_parameters()
+            self._engine.adopt_added_parameters()
+            if self._meetings is not None:
+                self._meetings.adopt_parameters()
         return super().training_step(*args, **kwargs)
-
-    def _adopt_added_parameters(self) -> None:
-        self._engine.adopt_added_parameters()
-        if self._meetings is not None:
-            self._meetings.adopt_parameters()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares to send gradients while backward runs, or to record their order."""
         super().pre_backward(closure_loss)
         if self._engine is not None:
-            self._adopt_added_parameters()
             self._engine.prepare_backward(closure_loss, self._accumulation.scale)
+            if self._meetings is not None:
+                self._meetings.adopt_parameters()
 
     @override
     def _end_backward(self, ends_window: bool, has_run: bool) -> None:
