@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
 
-TIMEOUT = 150.0
+TIMEOUT = 300.0
 PACKAGE_UNDER_TEST = "PARSTRAT_PACKAGE_UNDER_TEST"
 """Names a folder where another copy of the package is than the one that is installed; see tests/deliberate_faults."""
 
