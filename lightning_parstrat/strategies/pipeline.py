@@ -114,6 +114,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             shard=shard,
         )
         self._steps: PipelineSteps | None = None
+        self._batch_sizes: dict[bool, set[int]] = {True: set(), False: set()}
         self._held: HeldParts | None = None
         self._cut: CutModule | None = None
         self._engine: ShardedDataParallel | None = None
@@ -167,7 +168,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         )
         self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank * grid.tensor
         control, number = subgroup(groups.control, grid.pipeline_of(self.global_rank)), self._policy.microbatches
-        self._steps = PipelineSteps(self, pipeline, held, control, replicas, self._of_stage(), number)
+        self._steps = PipelineSteps(
+            self, pipeline, held, control, replicas, self._of_stage(), number, self._batch_sizes
+        )
         if grid.data > 1:
             # Stages have different buffers, and all ranks of a stage have the same.
             self._equal.begin()
@@ -387,7 +390,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Prepares a loader of training or evaluation. Collective."""
-        self._pipeline_steps.note_batch_size(dataloader, bool(self._training_module.trainer.training))
+        size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+        # A hook may ask for the number of steps before the module is cut.
+        self._batch_sizes[bool(self._training_module.trainer.training)].update([size] if isinstance(size, int) else [])
         return super().process_dataloader(dataloader)
 
     @override

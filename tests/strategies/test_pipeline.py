@@ -377,6 +377,21 @@ def test_a_training_resumes_bit_for_bit_within_an_epoch(pool: RankPool, tmp_path
     assert_same(found, expected)
 
 
+class AsksEarly(Model):
+    def setup(self, stage: str) -> None:
+        self.number = self.trainer.estimated_stepping_batches
+
+
+def count_early() -> tuple[int, int]:
+    run, _ = fit(AsksEarly, plain_sgd, {})
+    return run.module.number, run.trainer.global_step
+
+
+def test_the_number_of_steps_is_known_before_the_module_is_cut(pool: RankPool) -> None:
+    for estimated, steps in pool.run(2, count_early):
+        assert estimated == steps > 0
+
+
 # What cannot be cut.
 
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ class PipelineSteps:
         replicas: The ranks that do the same with other data. Messages are in host memory.
         of_stage: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
+        batch_sizes: How many samples the batches of loaders have that are known, for training (True) and evaluation.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class PipelineSteps:
         replicas: Collectives,
         of_stage: Collectives,
         micro_batches: int,
+        batch_sizes: Mapping[bool, Collection[int]],
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
         self._control, self._replicas, self._of_stage = control, replicas, of_stage
         self._micro_batches = micro_batches
-        self._batch_sizes: dict[bool, set[int]] = {True: set(), False: set()}
+        self._batch_sizes = batch_sizes
         self._checked = set[str]()
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
@@ -102,11 +104,6 @@ class PipelineSteps:
     @property
     def _module(self) -> Any:
         return self._strategy.lightning_module
-
-    def note_batch_size(self, dataloader: Any, trains: bool) -> None:
-        """Notes how many samples a loader's batches have, if it knows. Not collective."""
-        size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
-        self._batch_sizes[trains].update([size] if isinstance(size, int) else [])
 
     def _cut_batch(self, name: str, batch: Any, most: int | None = None) -> tuple[list[Any], list[int]]:
         if name not in self._checked:
