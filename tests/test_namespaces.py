@@ -124,9 +124,13 @@ if __name__ == "__main__":
             ["ddp_fork", "zero1_custom_fork", "ddp_tuned_fork", "ddp_zero1_notebook", "zero3_custom_fork"],
             id="forked",
         ),
-        pytest.param("pytorch_lightning", ["ddp_spawn", "zero1_custom_spawn"], id="spawned", marks=pytest.mark.slow),
+        pytest.param(
+            "pytorch_lightning",
+            ["ddp_spawn", "zero1_custom_spawn", "zero3_custom_spawn"],
+            id="spawned",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("lightning.pytorch", ["ddp", "zero1_custom"], id="started again", marks=pytest.mark.slow),
-        pytest.param("lightning.pytorch", ["ddp_spawn", "zero3_custom_spawn"], id="shards", marks=pytest.mark.slow),
     ],
 )
 def test_an_unmodified_program_trains_as_its_ddp_does(tmp_path: Path, lightning: str, names: list[str]) -> None:

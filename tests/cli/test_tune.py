@@ -99,9 +99,9 @@ def write_program(folder: Path, **model: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", ["TunedDDPStrategy", "ZeRO1Strategy"])
-def test_the_fastest_is_written_and_trained(tmp_path: Path, fails: str) -> None:
-    program = write_program(tmp_path, fails=fails)
+def test_the_fastest_is_written_and_trained(tmp_path: Path) -> None:
+    # What runs first fails.
+    program = write_program(tmp_path, fails="ZeRO1Strategy")
     found = run_python(
         ["-m", "lightning_parstrat.cli.main", "tune", "--steps", "25", "--", *program], tmp_path, timeout=600.0
     )
@@ -109,11 +109,10 @@ def test_the_fastest_is_written_and_trained(tmp_path: Path, fails: str) -> None:
     rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
     of_run = r"zero3_custom +\d\.\d{3} s +\d\.\d{3} s +[\d.]+ +\d+%"
     assert re.search(of_run, rows["zero3_custom"]), found.stdout
-    failed = rows["ddp_tuned" if fails == "TunedDDPStrategy" else "zero1_custom"]
-    assert re.search(r"  exit code 1: .*not under this strategy", failed), found.stdout
+    assert re.search(r"  exit code 1: .*not under this strategy", rows["zero1_custom"]), found.stdout
     section = yaml.safe_load((tmp_path / "chosen.yaml").read_text())["trainer"]
     chosen = section["strategy"]["class_path"].rpartition(".")[2]
-    assert chosen != fails and section.keys() == {"strategy"}
+    assert chosen != "ZeRO1Strategy" and section.keys() == {"strategy"}
     # Neither checkpoints nor logs.
     assert {one.name for one in tmp_path.iterdir()} == {"main.py", "c.yaml", "chosen.yaml"}
     output = run_script(TRAINS, tmp_path)
@@ -122,15 +121,19 @@ def test_the_fastest_is_written_and_trained(tmp_path: Path, fails: str) -> None:
     assert again.returncode == 0, again.stderr
 
 
-def test_what_is_close_to_the_fastest_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_close_to_the_fastest_runs_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     # The first has been disturbed less in its first run. Both runs count.
-    seconds = {"ZeRO1Strategy": [1.0, 1.2], "TunedDDPStrategy": [1.05, 1.05], "ZeRO3Strategy": [1.07]}
+    seconds = {"ZeRO1Strategy": [1.0, 1.2], "TunedDDPStrategy": [1.05, 1.05]}
     Path("first.json").write_text(json.dumps({**FIRST, "nodes": 1, "devices": 1, "waiting": 0.0, "seconds": seconds}))
     Path("times.py").write_text(SAYS_TIMES)
     assert main(["tune", "--", sys.executable, "times.py", "fit"]) == 0
     runs = Path("runs.txt").read_text().split()
-    assert {name: runs.count(name) for name in seconds} == {name: len(times) for name, times in seconds.items()}
+    # One fails, and is a row of the table.
+    assert {name: runs.count(name) for name in runs} == {"ZeRO1Strategy": 2, "TunedDDPStrategy": 2, "ZeRO3Strategy": 1}
+    assert re.search(r"zero3_custom .*  exit code 1: .*'ZeRO3Strategy'", capsys.readouterr().out)
     assert yaml.safe_load(Path("chosen.yaml").read_text())["trainer"]["strategy"]["class_path"].endswith(
         "TunedDDPStrategy"
     )
