@@ -209,15 +209,16 @@ class BareParameters(Zoo):
 
 
 class ScheduledTransformer(Zoo):
-    """A scheduler that was made before the strategy sees the optimizer, and steps with every batch."""
+    """A scheduler that was made before the strategy sees the optimizer, and steps with every batch; a logit scale."""
 
     def build(self) -> None:
         self.project = nn.Linear(3, 8)
+        self.scale = nn.Parameter(torch.tensor(0.9))
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.encoder(self.project(batch.view(-1, 4, 3))) - 0.1).pow(2).mean()
+        return (self.scale * self.encoder(self.project(batch.view(-1, 4, 3))) - 0.1).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())

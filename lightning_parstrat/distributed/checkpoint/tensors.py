@@ -66,8 +66,9 @@ class WrittenTensors:
                 key: Any = parameter if cut is None else cut.key
                 entries = {} if key is parameter else {MASTER_WEIGHTS: key}
                 for entry, value in {**entries, **optimizer.state.get(key, {})}.items():
-                    # Counts of steps are not written by all ranks together.
-                    if isinstance(value, Tensor) and value.dim():
+                    # Counts of steps are not written by all ranks together, if they can be told from other state.
+                    is_cut = isinstance(key, Tensor) and cut is not None and not key.dim()
+                    if isinstance(value, Tensor) and (value.dim() or is_cut):
                         self._add(name_of_state(number, position, entry), value, cut, parameter.shape)
 
     def _add(self, name: str, value: Tensor, cut: Cut | None, whole: torch.Size) -> None:
