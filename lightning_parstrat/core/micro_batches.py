@@ -164,14 +164,20 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             return type(first)(item for one in outputs for item in one)
         items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    elif isinstance(first, (int, float)) and not isinstance(first, bool):
-        return mean_over([torch.tensor(float(one)) for one in outputs], sizes).item()
     elif all(one == first for one in outputs):
         return first
+    elif isinstance(first, (int, float)) and not isinstance(first, bool):
+        return mean_over([torch.tensor(float(one), dtype=torch.float64) for one in outputs], sizes).item()
     raise ValueError(
         f"A step has returned values of type {type(first).__name__} that differ between micro-batches, and cannot be"
         " joined. Return tensors whose first dimension is the samples, or numbers."
     )
+
+
+def has_whole_numbers(output: Any) -> bool:
+    """Whether what a step returns has whole numbers, such as counts, which no mean over micro-batches is right for."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    return type(output) is int or any(map(has_whole_numbers, parts))
 
 
 def _lists_samples(items: Sequence[Any], samples: int) -> bool:

@@ -53,7 +53,7 @@ from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineStat
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
-from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
+from lightning_parstrat.strategies.gradients.pipeline_steps import BATCH_NORMS, PipelineSteps, replace_stepped
 from lightning_parstrat.strategies.lightning_compat import minor, trained, wrapped
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
@@ -209,7 +209,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
         for kind in (StochasticWeightAveraging, LearningRateFinder) if self._divides_blocks else ():
             self._refuse_callback(kind, fits, "Set shard='state' and tensor_parallel_size=1.")
-        kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, _BATCH_NORMS))
+        kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, BATCH_NORMS))
         if fits and kinds:
             self._fit_report.say(
                 f"{' and '.join(kinds)} take their statistics from each micro-batch, not from the whole batch", True
@@ -491,6 +491,3 @@ def _to_host(module: LightningModule) -> LightningModule:
         if has_memory(tensor):
             tensor.data = tensor.data.cpu()
     return module
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

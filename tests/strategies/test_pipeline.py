@@ -678,16 +678,47 @@ def test_what_cannot_be_cut_is_an_error_on_all_ranks(pool: RankPool, name: str) 
         assert re.search(REFUSED[name].text, message), message
 
 
-def warnings_of_hooks() -> list[str]:
+class CountsSteps(Model):
+    """Buffers that change after the last block: one in place, one by another tensor."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("fixed", torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.steps += 1
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss
+
+
+class CountsSamples(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        return {"samples": len(batch), "mean": float(batch.mean()), "is_first": batch_idx == 0}
+
+
+WARNED: dict[type[Model], str] = {
+    HookedWithin: r"Forward hooks are registered in blocks, on blocks\.0\.up, blocks\.1\.up, ",
+    CountsSteps: r"A step changes buffers: average, steps\. It does so for each micro-batch",
+    CountsSamples: r"`validation_step` returns whole numbers",
+}
+
+
+def warned(module: type[Model]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(HookedWithin, plain_sgd, {})
-    return [str(one.message) for one in caught if "Forward hooks are registered in blocks" in str(one.message)]
+        fit(module, plain_sgd, {})
+    return [text for one in caught if re.match("|".join(WARNED.values()), text := str(one.message))]
 
 
-def test_hooks_that_may_collect_for_the_loss_are_named(pool: RankPool) -> None:
-    first, _ = pool.run(2, warnings_of_hooks)
-    assert "on blocks.0.up, blocks.1.up, " in first[0]
+def test_what_differs_from_a_whole_batch_is_named_once(pool: RankPool) -> None:
+    for module in (Model, *WARNED):
+        (lines, others) = pool.run(2, warned, module)
+        assert others == [] and len(lines) == (module in WARNED)
+        assert re.match(WARNED.get(module, ""), "".join(lines))
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [

@@ -5,7 +5,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from lightning_parstrat.core.micro_batches import (
     check_samples,
     count_samples,
     cut_batch,
+    has_whole_numbers,
     join_outputs,
     mean_over,
     signature,
@@ -32,7 +33,7 @@ from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWe
 from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, fault_of_left, left_tensors
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, Seed, replayed
-from lightning_parstrat.distributed.torch_compat import has_memory
+from lightning_parstrat.distributed.torch_compat import has_memory, version_of
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
 from lightning_parstrat.strategies.lightning_compat import unwrapped
@@ -55,12 +56,14 @@ class _Told(NamedTuple):
     Attributes:
         fault: What has failed.
         left: Where its blocks leave tensors for others.
+        lines: What to warn of.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
     """
 
     fault: str | None
     left: list[str]
+    lines: list[str]
     result: Any
     calls: list[_Call]
 
@@ -100,6 +103,7 @@ class PipelineSteps:
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
         self._seen, self._has_told_left = dict[str, Tensor](), False
+        self._changed, self._lines, self._warned = set[str](), list[str](), set[str]()
 
     @property
     def _module(self) -> Any:
@@ -149,6 +153,11 @@ class PipelineSteps:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
             self._pipeline.fault = fault_of_left(self._left())
+        if self._changed:
+            self._lines = [
+                f"A step changes buffers: {listed(sorted(self._changed))}. It does so for each micro-batch, as under"
+                " accumulation. Change what counts batches in `on_train_batch_start`."
+            ]
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
         if not self.has_trained and any_rank(any(weight for _, weight in last.result.values()), self._replicas):
             dropped = self._settle()
@@ -171,7 +180,8 @@ class PipelineSteps:
 
         def step(number: int, is_last: bool) -> Any:
             self._look_at_left(number)
-            with taken.taking(number, is_last), context():
+            looks = kind == "train" and not self.has_trained
+            with taken.taking(number, is_last), context(), self._noting_buffers() if looks else nullcontext():
                 return getattr(self._module, name)(micro_batches[number], *args)
 
         shapes = self._shapes_of(name, micro_batches, step)
@@ -181,6 +191,20 @@ class PipelineSteps:
         with _random_numbers(self._strategy.root_device) as seed:
             self._pipeline.run(step, loss, shapes, seed, trains=kind == "train")
         return taken
+
+    @contextmanager
+    def _noting_buffers(self) -> Generator[None, None, None]:
+        """Within it, buffers that are changed or replaced are noted. A line warns of norms already."""
+        norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
+        before = self._versions()
+        try:
+            yield
+        finally:
+            after = self._versions()
+            self._changed |= {name for name in before if after.get(name) != before[name] and not name.startswith(norms)}
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(one), version_of(one)) for name, one in self._module.named_buffers()}
 
     def _look_at_left(self, number: int) -> None:
         # What a block keeps, such as a table, is there after the first micro-batch, and stays.
@@ -235,6 +259,11 @@ class PipelineSteps:
             joined = join_outputs([*outputs.values()], sizes) if is_last and self._pipeline.fault is None else None
         except ValueError as error:
             self._pipeline.fault = error
+        if is_last and any(map(has_whole_numbers, outputs.values())):
+            self._lines = [
+                f"`{name}` returns whole numbers. They are those of a micro-batch, or their mean, and no counts of the"
+                " whole batch. Return tensors with an element for each sample, or log counts with `reduce_fx='sum'`."
+            ]
         last = self._tell(joined, taken, sizes)[self._pipeline.last_rank]
         taken.log(last.calls)
         device = self._strategy.root_device
@@ -280,11 +309,15 @@ class PipelineSteps:
         own = _Told(
             None if fault is None else repr(fault),
             [] if self._has_told_left or self._micro_batches == 1 else [*self._left()],
+            [] if self._micro_batches == 1 else self._lines,
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
+        for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
+            rank_zero_warn(line)
+            self._warned.add(line)
         # After the first step, as Hugging Face registers them in it.
         if not self._has_told_left and (hooked := self._pipeline.hooked):
             rank_zero_warn(
@@ -307,6 +340,9 @@ class PipelineSteps:
         for rank, fault in enumerate(faults):
             if fault is not None:
                 raise PipelineError(f"rank {rank}: {fault}")
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def replace_stepped(optimizers: Iterable[Optimizer], replaced: Mapping[Tensor, nn.Parameter]) -> None:
