@@ -25,7 +25,7 @@ The exit code is 1 if a check fails.
   srun lightning-parstrat doctor
 """
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "lightning-parstrat")
-_FLAGS = ("ddp_tuned", "zero1_custom", "zero2_custom", "zero3_custom", "pipeline_custom")
+_FLAGS = ("ddp_tuned", "zero1_custom", "zero2_custom", "zero3_custom", "pipeline_custom", "auto_custom")
 # The program does not mention this package, because torch's plugin mechanism must register the flags.
 _PRINT_FLAGS = """
 try:

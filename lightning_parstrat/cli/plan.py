@@ -194,7 +194,9 @@ def _in_grid(name: str) -> str:
 def _training(arguments: Namespace) -> tuple[Training, str]:
     """The training, and the optimizer's name."""
     if (arguments.config is None) == (arguments.parameters is None):
-        raise UsageError("Give the number of parameters, such as --parameters 7B, or the module, by --config FILE.")
+        raise UsageError(
+            "Give either the number of parameters, such as --parameters 7B, or the module, by --config FILE."
+        )
     devices = arguments.devices_per_node or arguments.world_size
     if arguments.world_size % devices:
         raise UsageError(
@@ -204,6 +206,10 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
     if arguments.config is None:
         count = _number(arguments.parameters, "--parameters")
         unit = count // _LAYERS if arguments.unit is None else _number(arguments.unit, "--unit")
+        if unit > count:
+            raise UsageError(
+                f"--unit {arguments.unit} is more than --parameters {arguments.parameters}, of which it is a part."
+            )
         training = Training(parameters=count, unit=unit, tensor_ranks=arguments.tensor_parallel or 1, cut=count)
         optimizer = "AdamW"
     else:

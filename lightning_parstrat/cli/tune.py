@@ -115,7 +115,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=_DESCRIPTION)
     parser.add_argument("--steps", type=positive, default=30, help="steps of each run (at least 25)")
     parser.add_argument("--output", type=Path, default=Path("chosen.yaml"), help="the configuration that is written")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is given up")
+    parser.add_argument("--timeout", type=positive, default=600, help="seconds after which a run is given up")
     return parser
 
 

@@ -1,10 +1,12 @@
 """The base of all strategies: the parts of a strategy, and the order in which Lightning's calls reach them."""
 
+import difflib
 import functools
+import inspect
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -118,6 +121,7 @@ class ComposedStrategy(DDPStrategy):
         keep_global_batch: bool = False,
         **kwargs: Any,
     ) -> None:
+        _check_names(type(self), kwargs)
         division = DivisionPolicy(rank_shares=rank_shares, max_share=max_share, keep_global_batch=keep_global_batch)
         policy = CommonPolicy(
             state_dict_type=state_dict_type,
@@ -524,3 +528,14 @@ class ComposedStrategy(DDPStrategy):
             ValueError: The state belongs to other optimizers or other parameters. The message names them.
         """
         self._checkpoints.load_optimizers(checkpoint)
+
+
+def _check_names(strategy: type, names: Iterable[str]) -> None:
+    """Raises an error for arguments that neither a class of the strategy has, nor DDP's."""
+    classes = (*strategy.__mro__, DistributedDataParallel)
+    known = {name for one in classes for name in inspect.signature(one.__init__).parameters}
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else "docs/arguments.md lists all arguments."
+            raise TypeError(f"{strategy.__name__} has no argument {name!r}. {advice}")

@@ -39,6 +39,8 @@ from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.shardability import UNTRIED, reason_against_parts
+from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import forget_sharding, needs_closure
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
@@ -73,7 +75,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         schedule: In which order stages run: ``"1f1b"``, ``"gpipe"``, or with several stages a rank ``"interleaved"``,
             ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"`` and ``"dualpipev"``. They are torch's.
         auto_wrap_policy: Classes of the blocks, or their names, such as ``["Block"]``. By default blocks are found:
-            modules of one class that follow each other in a container.
+            modules of one class in the same container.
         data_parallel_size: The number of pipelines. Each trains on other data, and the ranks of a stage divide its
             optimizer state, as under ``zero1_custom``. Ranks of one pipeline are as far from each other as can be:
             with 2 pipelines of 2 ranks, these are ranks 0 and 2, and 1 and 3. With ``"auto"`` and numbers in
@@ -279,7 +281,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Creates the optimizers.
 
         Raises:
-            MisconfigurationException: An optimizer evaluates the loss again.
+            MisconfigurationException: An optimizer evaluates the loss again, or combines parameters.
         """
         super().setup_optimizers(trainer)
         if self._held is not None and self._held.sharded is not None:
@@ -290,6 +292,21 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f"{type(optimizer).__name__} evaluates the loss again within its step, which pipeline_custom cannot"
                     " do. Take another optimizer, or zero1_custom."
                 )
+            self._refuse_combining(optimizer)
+
+    def _refuse_combining(self, optimizer: Optimizer) -> None:
+        """Raises an error for an optimizer whose step of a parameter depends on those of other stages."""
+        known, name = type(optimizer) in ELEMENTWISE_OPTIMIZERS, type(optimizer).__name__
+        reason = "" if known or self._ranks.grid.pipeline == 1 else reason_against_parts(optimizer)
+        if reason.startswith(UNTRIED):
+            self._fit_report.say(
+                f"{name}: {reason}. If its step of a parameter depends on other parameters, the training is wrong", True
+            )
+        elif reason:
+            raise MisconfigurationException(
+                f"{name} cannot be used under pipeline_custom: {reason}, and each rank has the parameters of its stages"
+                " alone. Take another optimizer, or zero1_custom."
+            )
 
     # Steps.
 

@@ -67,7 +67,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     Args:
         auto_wrap_policy: Classes whose modules are a unit each, or their names, such as ``["Block"]``. By default units
-            are found: modules of one class that follow each other in a container. All other parameters are gathered for
+            are found: modules of one class in the same container. All other parameters are gathered for
             the whole of ``training_step``, which may read them freely.
         min_num_params: The smallest number of parameters of a unit that is found. Smaller modules stay with the rest.
         reshard_after_forward: Whether units free their parameters between forward and backward. ``False`` gathers once

@@ -218,7 +218,15 @@ class DropsOut(Model):
 
 
 class Lengths(Model):
-    """Batches of other lengths."""
+    """Batches of other lengths, and a small network before the blocks."""
+
+    def build(self) -> None:
+        super().build()
+        self.mixing = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded = super().embed(tokens)
+        return embedded + self.mixing(embedded)
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         return batch[:, : 6 + int(batch[0, 0].abs() * 100) % 3]

@@ -71,10 +71,17 @@ def test_wrong_arguments_name_the_value_and_what_is_allowed(
         assert str(caught.value).startswith(f"Invalid {name}: {value!r}. Must be {allowed}"), caught.value
 
 
-@pytest.mark.parametrize("ours", [ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy])
-def test_an_argument_that_there_is_not_is_named(ours: type[Any]) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
-        ours(bucket_cap=4)
+def test_an_argument_that_there_is_not_is_named_with_the_closest_one() -> None:
+    for ours, name, close in (
+        (ZeRO1Strategy, "bucket_cap", "'bucket_cap_mb'"),
+        (ZeRO2Strategy, "shard_groups", "'shard_group'"),
+        (PipelineStrategy, "micro_batches", "'microbatches'"),
+        (TunedDDPStrategy, "find_unused_parameter", "'find_unused_parameters'"),
+    ):
+        with pytest.raises(TypeError, match=f"{ours.__name__} has no argument '{name}'. Did you mean {close}"):
+            ours(**{name: 4})
+    with pytest.raises(TypeError, match=r"'sharding_strategy'\. docs/arguments\.md lists"):
+        ZeRO3Strategy(sharding_strategy="FULL_SHARD")
 
 
 @pytest.mark.parametrize("ours", [PipelineStrategy, TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy])

@@ -31,6 +31,7 @@ from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import CLIP, WINDOW, fused, plain_sgd
+from tests.strategies.odd_optimizers import ClosureTwice, GloballyScaled, PlainSGD
 from tests.strategies.parity import make_trainer, zero1
 from tests.strategies.pipelines import (
     BATCH,
@@ -660,6 +661,8 @@ REFUSED = {
     "no blocks": Refused(zoo.Recurrent, "has 0 blocks"),
     "16-mixed": Refused(Model, "no loss scale", trainer={"fp16": True}),
     "lbfgs": Refused(Model, "evaluates the loss again", optimizer=torch.optim.LBFGS),
+    "combines": Refused(Model, "GloballyScaled cannot .* depends on others, and each rank", optimizer=GloballyScaled),
+    "closure twice": Refused(Model, "evaluates the closure again", optimizer=ClosureTwice),
 }
 
 
@@ -700,7 +703,21 @@ class CountsSamples(Model):
         return {"samples": len(batch), "mean": float(batch.mean()), "is_first": batch_idx == 0}
 
 
+class Untried(PlainSGD):
+    """Takes no parameters as small as those of a trial."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(max(one.shape) > 8 for group in self.param_groups for one in group["params"])
+        return super().step(closure)
+
+
+class StepsUntried(Model):
+    def configure_optimizers(self) -> Any:
+        return Untried(self.parameters())
+
+
 WARNED: dict[type[Model], str] = {
+    StepsUntried: r"pipeline_custom: Untried: trying it on a copy failed \(AssertionError.* the training is wrong",
     HookedWithin: r"Forward hooks are registered in blocks, on blocks\.0\.up, blocks\.1\.up, ",
     CountsSteps: r"A step changes buffers: average, steps\. It does so for each micro-batch",
     CountsSamples: r"`validation_step` returns whole numbers",

@@ -41,6 +41,9 @@ from lightning_parstrat.distributed.torch_compat import (
 
 _AGAIN = "evaluates the closure again within a step, on all parameters"
 _FAILED = "trying it on a copy failed"
+_MOVED_NOTHING = "its `step` moved nothing when it was tried on a copy"
+UNTRIED = (_FAILED, _MOVED_NOTHING)
+"""How reasons begin that do not tell what the optimizer does."""
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0,) * 20, (1e3, 1e-3, 1.0, 1.0, 1.0))
@@ -206,7 +209,7 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             shown = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
             return f"{_FAILED} ({shown})"
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
-        return "its `step` moved nothing when it was tried on a copy"
+        return _MOVED_NOTHING
     if not (alike and _moved_alike(watched, starts)):
         return "the step of a part of the parameters depends on others"
     return "" if keeps_alike else "it keeps numbers that depend on all parameters"

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
 from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode, has_forward_hooks, version_of
 
@@ -261,10 +262,11 @@ class CutModule:
     def _refuse_without_values(self, tree: Any, what: str) -> None:
         if any(isinstance(tensor, FakeTensor) for _, tensor in leaves(tree)):
             raise PipelineError(
-                f"{what.capitalize()} depends on what another stage computes: on the output of an earlier block. Or it"
-                " depends on a parameter that this rank did not use in the first step. A stage gets the output of the"
-                " block before it, and nothing else. Pass on what later blocks need through the blocks, or take a"
-                " strategy that keeps the module whole."
+                f"{what[0].upper()}{what[1:]} depends on what another stage computes: on the output of an earlier block"
+                f" (blocks are {listed(self._names)}). Or it depends on a parameter that this rank gave no gradient in"
+                " the first step, as under `torch.no_grad()`. A stage gets the output of the block before it, and"
+                " nothing else. Pass on what later blocks need through the blocks. If blocks are wrong, name their"
+                " classes by `auto_wrap_policy`. Or take a strategy that keeps the module whole."
             )
 
     def _compare(self, output: Any, expected: Any, name: str) -> None:

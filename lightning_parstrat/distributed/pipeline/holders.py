@@ -23,7 +23,8 @@ from lightning_parstrat.distributed.torch_compat import has_memory, take_over_at
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
     """The modules between which a pipeline is cut, by name, in the order of their registration. Not collective.
 
-    Without ``auto_wrap_policy``, these are modules of one class in the same container.
+    Without ``auto_wrap_policy``, these are modules of one class in the same container. If some of them have layers
+    within, those that have none are left out, as in a small ``nn.Sequential`` beside a transformer's blocks.
 
     Args:
         module: The root, which is not among them.
@@ -35,7 +36,8 @@ def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> 
     if auto_wrap_policy:
         chosen = modules_of_classes(module, auto_wrap_policy, "auto_wrap_policy")
     else:
-        chosen = set(outermost_blocks(module))
+        found = set(outermost_blocks(module))
+        chosen = {one for one in found if any(one.children())} or found
     blocks = {name: one for name, one in module.named_modules() if one in chosen}
     for name in blocks:
         for other in blocks:

@@ -196,7 +196,8 @@ class Ranks(Part):
             raise MisconfigurationException(
                 f"The process group has {counted(joined, 'rank')}, but the Trainer asks for {self.world_size}"
                 f" (num_nodes={strategy.num_nodes} times {counted(strategy.num_processes, 'device')}). Launch as many"
-                " processes as `num_nodes * devices`, or correct these two arguments."
+                " processes as `num_nodes * devices`, or correct these two arguments. If an earlier training of this"
+                " program has left the group, call `torch.distributed.destroy_process_group()` first."
             )
         self._ended, self._has_aborted = _ENDED, False
         atexit.unregister(abort_nccl)
