@@ -4,7 +4,7 @@ import functools
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,14 +55,12 @@ class _Told(NamedTuple):
 
     Attributes:
         fault: What has failed.
-        left: Where its blocks leave tensors for others.
         lines: What to warn of.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
     """
 
     fault: str | None
-    left: list[str]
     lines: list[str]
     result: Any
     calls: list[_Call]
@@ -102,8 +100,9 @@ class PipelineSteps:
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
-        self._seen, self._has_told_left = dict[str, Tensor](), False
-        self._changed, self._lines, self._warned = set[str](), list[str](), set[str]()
+        self._begun, self._is_first = set[str](), False
+        self._seen, self._changed = dict[str, Tensor](), set[str]()
+        self._warned = set[str]()
 
     @property
     def _module(self) -> Any:
@@ -153,11 +152,6 @@ class PipelineSteps:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
             self._pipeline.fault = fault_of_left(self._left())
-        if self._changed:
-            self._lines = [
-                f"A step changes buffers: {listed(sorted(self._changed))}. It does so for each micro-batch, as under"
-                " accumulation. Change what counts batches in `on_train_batch_start`."
-            ]
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
         if not self.has_trained and any_rank(any(weight for _, weight in last.result.values()), self._replicas):
             dropped = self._settle()
@@ -177,11 +171,15 @@ class PipelineSteps:
         taken, plugin = _Taken(self._module), self._strategy.precision_plugin
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
+        self._is_first = name not in self._begun
+        self._begun.add(name)
+        noting = self._noting_buffers if self._is_first and kind == "train" else nullcontext
 
         def step(number: int, is_last: bool) -> Any:
-            self._look_at_left(number)
-            looks = kind == "train" and not self.has_trained
-            with taken.taking(number, is_last), context(), self._noting_buffers() if looks else nullcontext():
+            if number == 1 and self._is_first:
+                # What a block keeps, such as a table, is there after the first micro-batch, and stays.
+                self._seen = left_tensors(self._parts.own_blocks)
+            with taken.taking(number, is_last), context(), noting():
                 return getattr(self._module, name)(micro_batches[number], *args)
 
         shapes = self._shapes_of(name, micro_batches, step)
@@ -204,12 +202,8 @@ class PipelineSteps:
             self._changed |= {name for name in before if after.get(name) != before[name] and not name.startswith(norms)}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(one), version_of(one)) for name, one in self._module.named_buffers()}
-
-    def _look_at_left(self, number: int) -> None:
-        # What a block keeps, such as a table, is there after the first micro-batch, and stays.
-        if number == 1 and not self._has_told_left:
-            self._seen = left_tensors(self._parts.own_blocks)
+        buffers = self._module.named_buffers()
+        return {name: (id(one), 0 if one.is_inference() else version_of(one)) for name, one in buffers}
 
     def _left(self) -> dict[str, Tensor]:
         """What blocks have left since the second micro-batch began."""
@@ -259,12 +253,8 @@ class PipelineSteps:
             joined = join_outputs([*outputs.values()], sizes) if is_last and self._pipeline.fault is None else None
         except ValueError as error:
             self._pipeline.fault = error
-        if is_last and any(map(has_whole_numbers, outputs.values())):
-            self._lines = [
-                f"`{name}` returns whole numbers. They are those of a micro-batch, or their mean, and no counts of the"
-                " whole batch. Return tensors with an element for each sample, or log counts with `reduce_fx='sum'`."
-            ]
-        last = self._tell(joined, taken, sizes)[self._pipeline.last_rank]
+        counts = any(map(has_whole_numbers, outputs.values()))
+        last = self._tell(joined, taken, sizes, counts)[self._pipeline.last_rank]
         taken.log(last.calls)
         device = self._strategy.root_device
         return joined if is_last else replace_leaves(last.result, lambda tensor: tensor.to(device))
@@ -297,7 +287,7 @@ class PipelineSteps:
                 del self._shapes[key]
         return found
 
-    def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int]) -> list[_Told]:
+    def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int], counts: bool = False) -> list[_Told]:
         """What all ranks tell. Raises what has failed on any."""
         calls: list[_Call] = []
         try:
@@ -308,8 +298,7 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
-            [] if self._has_told_left or self._micro_batches == 1 else [*self._left()],
-            [] if self._micro_batches == 1 else self._lines,
+            [*self._differences(counts)] if self._is_first else [],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
@@ -318,21 +307,39 @@ class PipelineSteps:
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
+        return told
+
+    def _differences(self, counts: bool) -> Iterator[str]:
+        """What a first step has shown that may differ from a step on the whole batch.
+
+        Args:
+            counts: Whether the module's step has returned whole numbers, in an evaluation.
+        """
         # After the first step, as Hugging Face registers them in it.
-        if not self._has_told_left and (hooked := self._pipeline.hooked):
-            rank_zero_warn(
+        if hooked := self._pipeline.hooked:
+            yield (
                 f"Forward hooks are registered in blocks, on {listed(hooked)}. Each rank runs the hooks in its own"
                 " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from the"
                 " blocks, or take a strategy that keeps the module whole."
             )
-        self._has_told_left = True
-        places = [place for one in told for place in one.left]
-        if places:
-            rank_zero_warn(
-                f"Blocks leave tensors on their modules, which other ranks do not see: {listed(places)}. What reads"
+        if self._micro_batches == 1:
+            return
+        if left := [*self._left()]:
+            yield (
+                f"Blocks leave tensors on their modules, which other ranks do not see: {listed(left)}. What reads"
                 " them on another rank reads old values, or none."
             )
-        return told
+        if self._changed:
+            yield (
+                f"A step changes buffers: {listed(sorted(self._changed))}. It does so for each micro-batch, as under"
+                " accumulation. Change what counts batches in `on_train_batch_start`."
+            )
+        if counts:
+            yield (
+                "An evaluation's step returns whole numbers. They are those of a micro-batch, or their mean, and no"
+                " counts of the whole batch. Return tensors with an element for each sample, or log counts with"
+                " `reduce_fx='sum'`."
+            )
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
         if own is not None:
