@@ -212,6 +212,7 @@ def take_over_attributes(old: Tensor, new: Tensor) -> None:
 # Tensors without values.
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 NO_VALUES = (
     torch._subclasses.fake_tensor.DataDependentOutputException,
     torch._subclasses.fake_tensor.DynamicOutputShapeException,
@@ -222,19 +223,6 @@ NO_VALUES = (
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has values."""
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
-
-
-@functools.cache
-def fake_mode() -> Any:
-    """The mode that makes tensors without values. There is one, as those of two modes do not mix."""
-    return torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def without_memory(parameter: Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter of the same shape without memory. What is computed with it has a shape and no values, either."""
-    with fake_mode():
-        values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 # Modules.

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -208,6 +209,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 "pipeline_custom cannot save averages of a WeightAveraging callback: each rank has those of its stages."
                 " Take StochasticWeightAveraging with shard='state', or zero3_custom."
             )
+        self._refuse_callback(ModelPruning, fits, "Train by zero1_custom.")
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
         for kind in (StochasticWeightAveraging, LearningRateFinder) if self._divides_blocks else ():
             self._refuse_callback(kind, fits, "Set shard='state' and tensor_parallel_size=1.")

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -603,6 +604,16 @@ class ListsSamples(Model):
         return list(batch)
 
 
+class Normalizes(Model):
+    """A hook divides parameters by the norm of all."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = torch.stack([one.norm() for one in self.parameters()]).norm()
+        for one in self.parameters():
+            one.div_(norm)
+
+
 class ReturnsNone(Model):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None
@@ -640,6 +651,8 @@ REFUSED = {
     "held parameters": Refused(Remembers, "through an object from before the training"),
     "averages": Refused(Model, "cannot save averages", trainer={"callbacks": [EMAWeightAveraging()]}),
     "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
+    "pruning": Refused(Model, "ModelPruning reads", trainer={"callbacks": [ModelPruning("l1_unstructured")]}),
+    "norm of all": Refused(Normalizes, "`div_` would change a tensor by parameters of other stages"),
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),

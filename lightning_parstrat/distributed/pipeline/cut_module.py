@@ -19,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.pipeline.no_values import running_step, without_values
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
-from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, fake_mode, has_forward_hooks, version_of
+from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, has_forward_hooks, version_of
 
 
 class PipelineError(RuntimeError):
@@ -183,7 +184,8 @@ class CutModule:
     def _running(self, run: _Run, step: Callable[[], Any], note: Callable[[Any], Any] | None) -> Any:
         self._run, self._note = run, note
         try:
-            output = step()
+            with running_step():
+                output = step()
         except _Cut as cut:
             return cut.output
         except NO_VALUES as error:
@@ -357,12 +359,6 @@ def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
             value[:] = content
         elif content is not None:
             _copy_back([(value, content)])
-
-
-def without_values(tree: Any) -> Any:
-    """Tensors of the same shapes without values."""
-    mode = fake_mode()
-    return replace_leaves(tree, lambda one: one if isinstance(one, FakeTensor) else mode.from_tensor(one))
 
 
 @contextmanager

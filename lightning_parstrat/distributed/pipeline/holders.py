@@ -16,8 +16,9 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.activation_checkpointing import modules_of_classes
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.units import outermost_blocks
+from lightning_parstrat.distributed.pipeline.no_values import without_memory
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
-from lightning_parstrat.distributed.torch_compat import has_memory, take_over_attributes, without_memory
+from lightning_parstrat.distributed.torch_compat import has_memory, take_over_attributes
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:

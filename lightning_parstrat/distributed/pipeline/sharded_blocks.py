@@ -24,13 +24,13 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
+from lightning_parstrat.distributed.pipeline.no_values import without_memory
 from lightning_parstrat.distributed.torch_compat import (
     has_forward_hooks,
     has_hooks,
     reduce_accumulated,
     reduce_unused_too,
     take_over_attributes,
-    without_memory,
 )
 
 

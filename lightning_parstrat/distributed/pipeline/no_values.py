@@ -1,0 +1,61 @@
+"""Tensors of other stages: they have shapes, and no values. Nothing is computed with them."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.torch_compat import FakeTensor, FakeTensorMode, has_memory
+
+
+class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that change a tensor with values by one without: torch would change a copy, and drop it.
+
+    Attributes:
+        runs_step: Whether a step runs. All ranks run its code around blocks, and only one of them has the values.
+    """
+
+    runs_step = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        changes = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
+        if changes and not self.runs_step and any(has_memory(one.tensor) for one in leaves(args[0])):
+            raise RuntimeError(
+                f"`{name}` would change a tensor by parameters of other stages, which have no values on this rank."
+                " Outside of a step, change each parameter by its own values alone, or take a strategy that keeps the"
+                " module whole."
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@functools.cache
+def _mode() -> _NoValues:
+    # There is one, as tensors of two modes do not mix.
+    return _NoValues(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def running_step() -> Iterator[None]:
+    """Within it, what is changed by tensors without values is not refused. Not collective."""
+    _mode().runs_step = True
+    try:
+        yield
+    finally:
+        _mode().runs_step = False
+
+
+def without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    """A parameter of the same shape without memory. What is computed with it has a shape and no values, either."""
+    with _mode():
+        values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def without_values(tree: Any) -> Any:
+    """Tensors of the same shapes without values."""
+    return replace_leaves(tree, lambda one: one if isinstance(one, FakeTensor) else _mode().from_tensor(one))
