@@ -85,7 +85,7 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
         UsageError: There is no sharded checkpoint, or it is damaged, or it holds more than tensors and plain values.
     """
     if not is_sharded_checkpoint(source):
-        what = "is a file: it is consolidated already" if source.is_file() else "is not a sharded checkpoint"
+        what = "is a file, as a consolidated checkpoint is" if source.is_file() else "is not a sharded checkpoint"
         raise UsageError(f"{source} {what if source.exists() else 'does not exist'}. IN is a folder with `.metadata`.")
     return loaded(lambda: ShardedCheckpoint(source, weights_only=not trusted), source)
 

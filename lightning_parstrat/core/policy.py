@@ -147,7 +147,8 @@ class OuterPolicy:
             )
         if every is None and (lr, momentum, self.outer_dtype) != (1.0, 0.0, None):
             raise ValueError(
-                "outer_lr, outer_momentum and outer_dtype have no effect without outer_every. Set outer_every=50."
+                "outer_lr, outer_momentum and outer_dtype have no effect without outer_every. Set it, such as"
+                " outer_every=50."
             )
 
     def due(self, step: int, buckets: int) -> list[int]:

@@ -40,7 +40,7 @@ WRONG = [
     (["inspect", "text.ckpt"], "text.ckpt is truncated, or not a checkpoint"),
     (["inspect", "foreign.ckpt"], "is not a checkpoint of a Lightning Trainer"),
     (["inspect", "objects.ckpt"], "--trusted"),
-    (["consolidate", "full.ckpt", "out.ckpt"], "is a file: it is consolidated already"),
+    (["consolidate", "full.ckpt", "out.ckpt"], "is a file, as a consolidated checkpoint is"),
     (["consolidate", "missing.ckpt", "out.ckpt"], "missing.ckpt does not exist"),
     (["consolidate", "folder", "out.ckpt"], "folder is not a sharded checkpoint"),
     (["consolidate", "sharded.ckpt", "folder"], "folder is a folder"),

@@ -557,7 +557,7 @@ def test_how_far_each_group_moves_is_logged_and_one_that_diverges_is_named(pool:
         ({"outer_every": 5, "outer_momentum": 1, "shard_group": 1}, "Invalid outer_momentum: 1. Must be a number in"),
         ({"outer_every": 5, "outer_dtype": "fp4", "shard_group": 1}, "Must be one of ('bf16', 'int8', None)."),
         ({"outer_every": 5}, "Set shard_group='node', or a number of ranks."),
-        ({"outer_lr": 0.5}, "have no effect without outer_every. Set outer_every=50."),
+        ({"outer_lr": 0.5}, "have no effect without outer_every. Set it, such as outer_every=50."),
         ({"outer_every": 5, "shard_group": 1, "state_dict_type": "sharded"}, "needs state_dict_type='full'"),
         ({"outer_every": 5, "shard_group": 1, "rank_shares": [1, 2]}, "outer_every needs rank_shares='equal'"),
         ({"outer_every": 5, "shard_group": 1, "keep_global_batch": True}, "outer_every needs keep_global_batch=False"),

@@ -206,7 +206,8 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             return f"it {_AGAIN}"
         except Exception as error:
             # An optimizer may raise any error if it does not expect such parameters, or cannot be copied.
-            shown = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
+            parts = filter(None, (type(error).__name__, str(error)))
+            shown = " ".join(": ".join(parts).split())[:_LONGEST_ERROR]
             return f"{_FAILED} ({shown})"
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
         return _MOVED_NOTHING
