@@ -401,8 +401,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         readers = self._readers_of_gradients()
         if readers and self.world_size > 1:
             self._fit_report.say(
-                f"{listed(readers)} may read gradients, and each rank has those of its stages. Clip by"
-                " `gradient_clip_val`, and log norms by GradNormMonitor: both count all stages",
+                f"{listed(readers)} may read gradients, and each rank has those of its stages: a norm of all is wrong."
+                " Clip by `gradient_clip_val` or `self.clip_gradients`, and log norms by GradNormMonitor: these count"
+                " all stages",
                 warns=True,
             )
 
