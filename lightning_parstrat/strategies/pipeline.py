@@ -204,15 +204,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise MisconfigurationException(
                 "pipeline_custom has no loss scale for precision='16-mixed'. Set precision='bf16-mixed' or '32-true'."
             )
-        if fits and any(isinstance(one, WeightAveraging) for one in module.trainer.callbacks):
-            raise MisconfigurationException(
-                "pipeline_custom cannot save averages of a WeightAveraging callback: each rank has those of its stages."
-                " Take StochasticWeightAveraging with shard='state', or zero3_custom."
-            )
-        self._refuse_callback(ModelPruning, fits, "Train by zero1_custom.")
+        for kind in (WeightAveraging, StochasticWeightAveraging, ModelPruning):
+            self._refuse_callback(kind, fits, "Train by zero1_custom or zero2_custom.")
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
-        for kind in (StochasticWeightAveraging, LearningRateFinder) if self._divides_blocks else ():
-            self._refuse_callback(kind, fits, "Set shard='state' and tensor_parallel_size=1.")
+        if self._divides_blocks:
+            self._refuse_callback(LearningRateFinder, fits, "Set shard='state' and tensor_parallel_size=1.")
         kinds = Counter(type(one).__name__ for one in module.modules() if isinstance(one, BATCH_NORMS))
         if fits and kinds:
             self._fit_report.say(

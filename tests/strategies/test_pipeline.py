@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -649,7 +650,10 @@ REFUSED = {
     "frozen, split": Refused(FreezesFirst, "torch loses gradients", {"schedule": "zero_bubble"}),
     "reentrant": Refused(Reentrant, "use_reentrant=False"),
     "held parameters": Refused(Remembers, "through an object from before the training"),
-    "averages": Refused(Model, "cannot save averages", trainer={"callbacks": [EMAWeightAveraging()]}),
+    "averages": Refused(Model, "WeightAveraging reads", trainer={"callbacks": [EMAWeightAveraging()]}),
+    "averages, swa": Refused(
+        Model, "StochasticWeightAveraging reads", trainer={"callbacks": [StochasticWeightAveraging(0.1)]}
+    ),
     "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
     "pruning": Refused(Model, "ModelPruning reads", trainer={"callbacks": [ModelPruning("l1_unstructured")]}),
     "norm of all": Refused(Normalizes, "`div_` would change a tensor by parameters of other stages"),
