@@ -727,6 +727,18 @@ class LeavesNotes(Model):
     block = Notes
 
 
+class CollectsLosses(Model):
+    """Lists of what validation has found, for the end of the epoch; an attribute that all ranks set."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: dict[str, list[Tensor]] = {"losses": []}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.length = len(batch)
+        self.found["losses"].append(self.compute_loss(batch))
+
+
 class CountsSamples(Model):
     def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
         super().validation_step(batch, batch_idx)
@@ -751,6 +763,7 @@ WARNED: dict[type[Model], str] = {
     HookedWithin: r"Forward hooks are registered in blocks, on blocks\.0\.up, blocks\.1\.up, ",
     LeavesNotes: r"Blocks leave tensors on their modules, .*: blocks\.\d\.mean, blocks\.\d\.mean",
     CountsSteps: r"A step changes buffers: average, steps\. It does so for each micro-batch",
+    CollectsLosses: r"`validation_step` changes self\.found on the rank of the last stage alone.* Return it",
     CountsSamples: "An evaluation's step returns whole numbers",
 }
 

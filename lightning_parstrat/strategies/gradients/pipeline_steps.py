@@ -100,8 +100,8 @@ class PipelineSteps:
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
-        self._begun, self._is_first = set[str](), False
-        self._seen, self._changed = dict[str, Tensor](), set[str]()
+        self._begun, self._first = set[str](), ""
+        self._seen, self._changed = dict[str, Tensor](), dict[bool, set[str]]()
         self._warned = set[str]()
 
     @property
@@ -171,15 +171,15 @@ class PipelineSteps:
         taken, plugin = _Taken(self._module), self._strategy.precision_plugin
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
-        self._is_first = name not in self._begun
+        self._first = "" if name in self._begun else name
         self._begun.add(name)
-        noting = self._noting_buffers if self._is_first and kind == "train" else nullcontext
+        self._changed = {True: set(), False: set()}
 
         def step(number: int, is_last: bool) -> Any:
-            if number == 1 and self._is_first:
+            if number == 1 and self._first:
                 # What a block keeps, such as a table, is there after the first micro-batch, and stays.
                 self._seen = left_tensors(self._parts.own_blocks)
-            with taken.taking(number, is_last), context(), noting():
+            with taken.taking(number, is_last), context(), self._noting(is_last) if self._first else nullcontext():
                 return getattr(self._module, name)(micro_batches[number], *args)
 
         shapes = self._shapes_of(name, micro_batches, step)
@@ -191,19 +191,21 @@ class PipelineSteps:
         return taken
 
     @contextmanager
-    def _noting_buffers(self) -> Generator[None, None, None]:
-        """Within it, buffers that are changed or replaced are noted. A line warns of norms already."""
-        norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
-        before = self._versions()
+    def _noting(self, is_last: bool) -> Generator[None, None, None]:
+        """Within it, buffers and attributes of the module that change are noted."""
+        before = self._content()
         try:
             yield
         finally:
-            after = self._versions()
-            self._changed |= {name for name in before if after.get(name) != before[name] and not name.startswith(norms)}
+            after = self._content()
+            self._changed[is_last] |= {name for name in after if before.get(name) != after[name]}
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        buffers = self._module.named_buffers()
-        return {name: (id(one), 0 if one.is_inference() else version_of(one)) for name, one in buffers}
+    def _content(self) -> dict[str, Any]:
+        """What shows whether the module's attributes, and its buffers but those of norms, have changed."""
+        norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
+        buffers = {name: one for name, one in self._module.named_buffers() if not name.startswith(norms)}
+        own = {f"self.{name}": one for name, one in vars(self._module).items() if name[0] != "_" and name != "log"}
+        return {name: _shown(one) for name, one in {**buffers, **own}.items()}
 
     def _left(self) -> dict[str, Tensor]:
         """What blocks have left since the second micro-batch began."""
@@ -298,7 +300,7 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
-            [*self._differences(counts)] if self._is_first else [],
+            [*self._differences(counts)] if self._first else [],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
@@ -329,10 +331,20 @@ class PipelineSteps:
                 f"Blocks leave tensors on their modules, which other ranks do not see: {listed(left)}. What reads"
                 " them on another rank reads old values, or none."
             )
-        if self._changed:
+        buffers = sorted(name for name in self._changed[True] | self._changed[False] if not name.startswith("self."))
+        if buffers and self._first == "training_step":
             yield (
-                f"A step changes buffers: {listed(sorted(self._changed))}. It does so for each micro-batch, as under"
-                " accumulation. Change what counts batches in `on_train_batch_start`."
+                f"A step changes buffers: {listed(buffers)}. It does so for each micro-batch, as under accumulation."
+                " Change what counts batches in `on_train_batch_start`."
+            )
+        later = sorted(name for name in self._changed[True] - self._changed[False] if name.startswith("self."))
+        if later and self._pipeline.last_rank:
+            advice = (
+                "Log it" if self._first == "training_step" else "Return it, as hooks get that on all ranks, or log it"
+            )
+            yield (
+                f"`{self._first}` changes {listed(later)} on the rank of the last stage alone. Hooks on other ranks"
+                f" see what was before. {advice}."
             )
         if counts:
             yield (
@@ -350,6 +362,17 @@ class PipelineSteps:
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _shown(value: Any) -> Any:
+    """What differs if a value has been replaced, or changed in place."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else version_of(value)
+    if isinstance(value, dict):
+        return id(value), {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, (list, set)):
+        return id(value), len(value)
+    return value if isinstance(value, (int, float, str)) else id(value)
 
 
 def replace_stepped(optimizers: Iterable[Optimizer], replaced: Mapping[Tensor, nn.Parameter]) -> None:
