@@ -56,7 +56,8 @@ from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineStat
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
-from lightning_parstrat.strategies.gradients.pipeline_steps import BATCH_NORMS, PipelineSteps, replace_stepped
+from lightning_parstrat.strategies.gradients.pipeline_differences import BATCH_NORMS
+from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
 from lightning_parstrat.strategies.lightning_compat import minor, trained, wrapped
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 

@@ -764,7 +764,7 @@ WARNED: dict[type[Model], str] = {
     LeavesNotes: r"Blocks leave tensors on their modules, .*: blocks\.\d\.mean, blocks\.\d\.mean",
     CountsSteps: r"A step changes buffers: average, steps\. It does so for each micro-batch",
     CollectsLosses: r"`validation_step` changes self\.found on the rank of the last stage alone.* Return it",
-    CountsSamples: "An evaluation's step returns whole numbers",
+    CountsSamples: "`validation_step` returns whole numbers",
 }
 
 

@@ -4,8 +4,8 @@ import functools
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,16 +26,16 @@ from lightning_parstrat.core.micro_batches import (
     signature,
 )
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
-from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, fault_of_left, left_tensors
+from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, fault_of_left
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
 from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, Seed, replayed
-from lightning_parstrat.distributed.torch_compat import has_memory, version_of
+from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
+from lightning_parstrat.strategies.gradients.pipeline_differences import Differences
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 _SHAPES_KEPT = 64
@@ -100,8 +100,7 @@ class PipelineSteps:
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained: tuple[bool, ...] = ()
-        self._begun, self._first = set[str](), ""
-        self._seen, self._changed = dict[str, Tensor](), dict[bool, set[str]]()
+        self._differences = Differences(self._module, parts.own_blocks, pipeline, micro_batches)
         self._warned = set[str]()
 
     @property
@@ -151,7 +150,7 @@ class PipelineSteps:
             except ValueError as error:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
-            self._pipeline.fault = fault_of_left(self._left())
+            self._pipeline.fault = fault_of_left(self._differences.left())
         last = self._tell(losses, taken, sizes)[self._pipeline.last_rank]
         if not self.has_trained and any_rank(any(weight for _, weight in last.result.values()), self._replicas):
             dropped = self._settle()
@@ -171,15 +170,10 @@ class PipelineSteps:
         taken, plugin = _Taken(self._module), self._strategy.precision_plugin
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
-        self._first = "" if name in self._begun else name
-        self._begun.add(name)
-        self._changed = {True: set(), False: set()}
+        self._differences.begin(name)
 
         def step(number: int, is_last: bool) -> Any:
-            if number == 1 and self._first:
-                # What a block keeps, such as a table, is there after the first micro-batch, and stays.
-                self._seen = left_tensors(self._parts.own_blocks)
-            with taken.taking(number, is_last), context(), self._noting(is_last) if self._first else nullcontext():
+            with taken.taking(number, is_last), context(), self._differences.watching(number, is_last):
                 return getattr(self._module, name)(micro_batches[number], *args)
 
         shapes = self._shapes_of(name, micro_batches, step)
@@ -189,28 +183,6 @@ class PipelineSteps:
         with _random_numbers(self._strategy.root_device) as seed:
             self._pipeline.run(step, loss, shapes, seed, trains=kind == "train")
         return taken
-
-    @contextmanager
-    def _noting(self, is_last: bool) -> Generator[None, None, None]:
-        """Within it, buffers and attributes of the module that change are noted."""
-        before = self._content()
-        try:
-            yield
-        finally:
-            after = self._content()
-            self._changed[is_last] |= {name for name in after if before.get(name) != after[name]}
-
-    def _content(self) -> dict[str, Any]:
-        """What shows whether the module's attributes, and its buffers but those of norms, have changed."""
-        norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
-        buffers = {name: one for name, one in self._module.named_buffers() if not name.startswith(norms)}
-        own = {f"self.{name}": one for name, one in vars(self._module).items() if name[0] != "_" and name != "log"}
-        return {name: _shown(one) for name, one in {**buffers, **own}.items()}
-
-    def _left(self) -> dict[str, Tensor]:
-        """What blocks have left since the second micro-batch began."""
-        found = left_tensors(self._parts.own_blocks)
-        return {place: one for place, one in found.items() if self._seen.get(place) is not one}
 
     def _settle(self) -> Mapping[Tensor, nn.Parameter]:
         """Leaves what is in no block to the ranks that have used it, before any optimizer has stepped."""
@@ -300,7 +272,7 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
-            [*self._differences(counts)] if self._first else [],
+            [*self._differences.lines(counts)],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
         )
@@ -311,68 +283,12 @@ class PipelineSteps:
             self._warned.add(line)
         return told
 
-    def _differences(self, counts: bool) -> Iterator[str]:
-        """What a first step has shown that may differ from a step on the whole batch.
-
-        Args:
-            counts: Whether the module's step has returned whole numbers, in an evaluation.
-        """
-        # After the first step, as Hugging Face registers them in it.
-        if hooked := self._pipeline.hooked:
-            yield (
-                f"Forward hooks are registered in blocks, on {listed(hooked)}. Each rank runs the hooks in its own"
-                " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from the"
-                " blocks, or take a strategy that keeps the module whole."
-            )
-        if self._micro_batches == 1:
-            return
-        if left := [*self._left()]:
-            yield (
-                f"Blocks leave tensors on their modules, which other ranks do not see: {listed(left)}. What reads"
-                " them on another rank reads old values, or none."
-            )
-        buffers = sorted(name for name in self._changed[True] | self._changed[False] if not name.startswith("self."))
-        if buffers and self._first == "training_step":
-            yield (
-                f"A step changes buffers: {listed(buffers)}. It does so for each micro-batch, as under accumulation."
-                " Change what counts batches in `on_train_batch_start`."
-            )
-        later = sorted(name for name in self._changed[True] - self._changed[False] if name.startswith("self."))
-        if later and self._pipeline.last_rank:
-            advice = (
-                "Log it" if self._first == "training_step" else "Return it, as hooks get that on all ranks, or log it"
-            )
-            yield (
-                f"`{self._first}` changes {listed(later)} on the rank of the last stage alone. Hooks on other ranks"
-                f" see what was before. {advice}."
-            )
-        if counts:
-            yield (
-                "An evaluation's step returns whole numbers. They are those of a micro-batch, or their mean, and no"
-                " counts of the whole batch. Return tensors with an element for each sample, or log counts with"
-                " `reduce_fx='sum'`."
-            )
-
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
         if own is not None:
             raise own
         for rank, fault in enumerate(faults):
             if fault is not None:
                 raise PipelineError(f"rank {rank}: {fault}")
-
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def _shown(value: Any) -> Any:
-    """What differs if a value has been replaced, or changed in place."""
-    if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else version_of(value)
-    if isinstance(value, dict):
-        return id(value), {key: _shown(one) for key, one in value.items()}
-    if isinstance(value, (list, set)):
-        return id(value), len(value)
-    return value if isinstance(value, (int, float, str)) else id(value)
 
 
 def replace_stepped(optimizers: Iterable[Optimizer], replaced: Mapping[Tensor, nn.Parameter]) -> None:

@@ -1,0 +1,125 @@
+"""What a module's first steps in a pipeline show that may differ from steps on the whole batch by one process."""
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.pipeline.cut_module import left_tensors
+from lightning_parstrat.distributed.pipeline.schedule import Pipeline
+from lightning_parstrat.distributed.torch_compat import version_of
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Differences:
+    """Watches the first step of each kind, such as ``validation_step``. Not collective.
+
+    Args:
+        module: The module.
+        own_blocks: This rank's blocks by their names.
+        pipeline: Runs the stages of this rank.
+        micro_batches: Their number.
+    """
+
+    def __init__(
+        self, module: nn.Module, own_blocks: Mapping[str, nn.Module], pipeline: Pipeline, micro_batches: int
+    ) -> None:
+        self._module, self._own_blocks = module, dict(own_blocks)
+        self._pipeline, self._micro_batches = pipeline, micro_batches
+        self._begun, self._first = set[str](), ""
+        self._left_before = dict[str, Tensor]()
+        self._changed = dict[bool, set[str]]()
+        """Buffers and attributes that have changed in the last stage, and before."""
+
+    def begin(self, name: str) -> None:
+        """Call when a step of that name begins."""
+        self._first = "" if name in self._begun else name
+        self._begun.add(name)
+        self._changed = {True: set(), False: set()}
+
+    @contextmanager
+    def watching(self, number: int, is_last: bool) -> Generator[None, None, None]:
+        """Within it, a stage of the step runs on a micro-batch.
+
+        Args:
+            number: The number of the micro-batch.
+            is_last: Whether it is the last stage.
+        """
+        if not self._first:
+            yield
+            return
+        if number == 1:
+            # What a block keeps, such as a table, is there after the first micro-batch, and stays.
+            self._left_before = left_tensors(self._own_blocks)
+        before = self._content()
+        try:
+            yield
+        finally:
+            after = self._content()
+            self._changed[is_last] |= {name for name in after if before.get(name) != after[name]}
+
+    def _content(self) -> dict[str, Any]:
+        """What shows whether the module's attributes, and its buffers but those of norms, have changed."""
+        norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
+        buffers = {name: one for name, one in self._module.named_buffers() if not name.startswith(norms)}
+        own = {f"self.{name}": one for name, one in vars(self._module).items() if name[0] != "_" and name != "log"}
+        return {name: _shown(one) for name, one in {**buffers, **own}.items()}
+
+    def left(self) -> dict[str, Tensor]:
+        """What blocks have left on their modules since the second micro-batch began, by its place."""
+        found = left_tensors(self._own_blocks)
+        return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
+
+    def lines(self, returns_counts: bool) -> Iterator[str]:
+        """What to warn of after a first step. Nothing after others.
+
+        Args:
+            returns_counts: Whether the module's step has returned whole numbers, in an evaluation.
+        """
+        if not self._first:
+            return
+        # After the step, as Hugging Face registers them in it.
+        if hooked := self._pipeline.hooked:
+            yield (
+                f"Forward hooks are registered in blocks, on {listed(hooked)}. Each rank runs the hooks in its own"
+                " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from the"
+                " blocks, or take a strategy that keeps the module whole."
+            )
+        left, is_cut, trains = [*self.left()], self._micro_batches > 1, self._first == "training_step"
+        if left and is_cut:
+            yield (
+                f"Blocks leave tensors on their modules, which other ranks do not see: {listed(left)}. What reads"
+                " them on another rank reads old values, or none."
+            )
+        buffers = sorted(name for name in self._changed[True] | self._changed[False] if not name.startswith("self."))
+        if buffers and trains and is_cut:
+            yield (
+                f"A step changes buffers: {listed(buffers)}. It does so for each micro-batch, as under accumulation."
+                " Change what counts batches in `on_train_batch_start`."
+            )
+        later = sorted(name for name in self._changed[True] - self._changed[False] if name.startswith("self."))
+        if later and self._pipeline.last_rank:
+            yield (
+                f"`{self._first}` changes {listed(later)} on the rank of the last stage alone. Hooks on other ranks"
+                f" see what was before. {'Log it' if trains else 'Return it, as hooks get that on all ranks'}."
+            )
+        if returns_counts and is_cut:
+            yield (
+                f"`{self._first}` returns whole numbers. They are those of a micro-batch, or their mean, and no counts"
+                " of the whole batch. Return tensors with an element for each sample, or log counts with"
+                " `reduce_fx='sum'`."
+            )
+
+
+def _shown(value: Any) -> Any:
+    """What differs if a value has been replaced, or changed in place."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else version_of(value)
+    if isinstance(value, dict):
+        return id(value), {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, (list, set)):
+        return id(value), len(value)
+    return value if isinstance(value, (int, float, str)) else id(value)
