@@ -175,7 +175,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def has_whole_numbers(output: Any) -> bool:
-    """Whether what a step returns has whole numbers, such as counts, which no mean over micro-batches is right for."""
+    """Whether what a step returns has whole numbers, such as counts. Their mean over micro-batches is no count."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
     return type(output) is int or any(map(has_whole_numbers, parts))
 

@@ -66,7 +66,8 @@ class WrittenTensors:
                 key: Any = parameter if cut is None else cut.key
                 entries = {} if key is parameter else {MASTER_WEIGHTS: key}
                 for entry, value in {**entries, **optimizer.state.get(key, {})}.items():
-                    # Counts of steps are not written by all ranks together, if they can be told from other state.
+                    # Counts of steps are not written by all ranks together. Beside a parameter without a dimension they
+                    # are: all of its state has their shape.
                     is_cut = isinstance(key, Tensor) and cut is not None and not key.dim()
                     if isinstance(value, Tensor) and (value.dim() or is_cut):
                         self._add(name_of_state(number, position, entry), value, cut, parameter.shape)
