@@ -615,6 +615,24 @@ class Normalizes(Model):
             one.div_(norm)
 
 
+class AveragesAll(Model):
+    """Averages of parameters, which begin before the first step."""
+
+    def on_train_start(self) -> None:
+        self.averages = [one.detach().clone() for one in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, one in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(one.detach(), 0.1)
+
+
+class Lengthens(Model):
+    """The second epoch has longer sequences. The rank of the last stage gets shorter ones than its targets are."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch[:, : 4 + 2 * self.current_epoch])
+
+
 class ReturnsNone(Model):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None
@@ -657,6 +675,8 @@ REFUSED = {
     "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
     "pruning": Refused(Model, "ModelPruning reads", trainer={"callbacks": [ModelPruning("l1_unstructured")]}),
     "norm of all": Refused(Normalizes, "`div_` would change a tensor by parameters of other stages"),
+    "averages by hand": Refused(AveragesAll, "`lerp_` would change a tensor.* copy parameters after it"),
+    "longer": Refused(Lengthens, r"'blocks\.1' has returned.* must not depend on values, on the epoch"),
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),

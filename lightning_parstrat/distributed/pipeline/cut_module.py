@@ -276,7 +276,8 @@ class CutModule:
         if shown[0] != shown[1]:
             raise PipelineError(
                 f"{name!r} has returned tensors of {shown[0]}. From the shapes of its batch, {shown[1]} follows."
-                " The shapes that a block returns must not depend on values."
+                " The shapes that a block returns must not depend on values, on the epoch or on an attribute. Cut"
+                " batches in the loader's `collate_fn`."
             )
         if _numbers(output) != _numbers(expected):
             raise PipelineError(

@@ -27,8 +27,8 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         if changes and not self.runs_step and any(has_memory(one.tensor) for one in leaves(args[0])):
             raise RuntimeError(
                 f"`{name}` would change a tensor by parameters of other stages, which have no values on this rank."
-                " Outside of a step, change each parameter by its own values alone, or take a strategy that keeps the"
-                " module whole."
+                " Outside of a step, change each parameter by its own values alone. Copies from before the first step"
+                " have values: copy parameters after it. Or take a strategy that keeps the module whole."
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -284,11 +284,14 @@ class PipelineSteps:
         return told
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
-        if own is not None:
+        reason = PipelineError.__name__
+        found = [(not one.startswith(reason), rank, one) for rank, one in enumerate(faults) if one is not None]
+        # If a block returns other shapes than expected, those after it fail as well, and their errors do not say why.
+        if own is not None and (isinstance(own, PipelineError) or all(is_other for is_other, *_ in found)):
             raise own
-        for rank, fault in enumerate(faults):
-            if fault is not None:
-                raise PipelineError(f"rank {rank}: {fault}")
+        if found:
+            _, rank, fault = min(found)
+            raise PipelineError(f"rank {rank}: {fault}") from own
 
 
 def replace_stepped(optimizers: Iterable[Optimizer], replaced: Mapping[Tensor, nn.Parameter]) -> None:
