@@ -26,6 +26,7 @@ from tests.faults.jobs import TIMEOUT, Ended, Job
 from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, POINTS, SAVING
 from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
 from tests.strategies.checkpoint.trainings import FORMATS
+from tests.torch_versions import is_before
 
 KILLS = os.environ.get("PARSTRAT_KILLS")
 """How many, the same each time; by default ten, of which nine are others every day."""
@@ -140,6 +141,8 @@ def test_what_was_saved_is_whole_and_training_goes_on(
     stopped: Callable[[Kill], tuple[Path, list[Samples]]],
     kill: Kill,
 ) -> None:
+    if "pipeline" in kill.strategy and is_before("2.13"):
+        pytest.skip("torch's schedules before 2.13 are refused")
     reference = expected(kill.strategy, kill.world_size)
     folder, trained = tmp_path / "checkpoints", []
     if kill.point in LOADING:

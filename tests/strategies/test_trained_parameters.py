@@ -23,6 +23,7 @@ from tests.strategies import odd, zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import Run, largest_difference, make_trainer, train
 from tests.strategies.test_ddp import tiny_sizes
+from tests.torch_versions import is_before
 
 Plan = dict[int, tuple[int, bool]]
 """By the number of the batch since training began: which layer, and whether it is trained from then on."""
@@ -282,6 +283,8 @@ def compare(name: str) -> tuple[float, float, int, float]:
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CASES))
 def test_what_is_trained_is_averaged(pool: RankPool, name: str) -> None:
+    if name == "compiled" and is_before("2.13"):
+        pytest.skip("compiled code does not notice that a parameter was unfrozen, also in one process")
     for difference, between_ranks, made_anew, moved in pool.run(2, compare, name):
         # What travels in 16 bits is rounded.
         least = 1e-6 if "comm_hook" in CASES[name].flags else 0
