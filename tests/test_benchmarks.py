@@ -80,13 +80,13 @@ def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_unequal_ranks_end_beside_one_process(tmp_path: Path) -> None:
     result = run_benchmark("unequal", ["--pairs", "1", "--steps", "40"], tmp_path)
     assert set(result["unequal"]) == {"ddp_tuned", "zero1_custom", "zero3_custom"}
     for found in result["unequal"].values():
         measured = found["auto"]
         assert measured["same_samples_in_each_step"] and measured["to_single_process"] < 1e-6
-        # A busy machine may stretch them.
         assert measured["ratio_to_equal"] < 0.8 and 11 <= measured["samples_of_rank_0_at_the_end"][0] <= 13
 
 
