@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scripts import run_python
+from tests.undisturbed import undisturbed
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_NODES = ["-m", "benchmarks.two_nodes"]
@@ -81,6 +82,7 @@ def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.alone
+@undisturbed
 def test_unequal_ranks_end_beside_one_process(tmp_path: Path) -> None:
     result = run_benchmark("unequal", ["--pairs", "1", "--steps", "40"], tmp_path)
     assert set(result["unequal"]) == {"ddp_tuned", "zero1_custom", "zero3_custom"}
