@@ -205,6 +205,12 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise MisconfigurationException(
                 "pipeline_custom has no loss scale for precision='16-mixed'. Set precision='bf16-mixed' or '32-true'."
             )
+        waits = [one for one in module.modules() if isinstance(one, nn.SyncBatchNorm) and one.process_group is None]
+        if fits and waits and self.world_size > 1:
+            raise MisconfigurationException(
+                "SyncBatchNorm waits for all ranks, and each stage of a pipeline runs other layers. Set"
+                " `sync_batchnorm=False`, or make the module with BatchNorm."
+            )
         for kind in (WeightAveraging, StochasticWeightAveraging, ModelPruning):
             self._refuse_callback(kind, fits, "Train by zero1_custom or zero2_custom.")
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")

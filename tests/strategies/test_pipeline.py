@@ -696,6 +696,7 @@ REFUSED = {
     "odd grid": Refused(Planned, "need a multiple of 4 ranks, and there are 2", {**TWO, **SHARED}),
     "split backward": Refused(Model, "splits backwards, and FSDP2", {**SHARED, "schedule": "zero_bubble"}),
     "no blocks": Refused(zoo.Recurrent, "has 0 blocks"),
+    "synchronized": Refused(Normed, "SyncBatchNorm waits for all ranks", trainer={"sync_batchnorm": True}),
     "16-mixed": Refused(Model, "no loss scale", trainer={"fp16": True}),
     "lbfgs": Refused(Model, "evaluates the loss again", optimizer=torch.optim.LBFGS),
     "combines": Refused(Model, "GloballyScaled cannot .* depends on others, and each rank", optimizer=GloballyScaled),

@@ -11,7 +11,7 @@ from lightning_parstrat.distributed.pipeline.cut_module import left_tensors
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline
 from lightning_parstrat.distributed.torch_compat import version_of
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Differences:
