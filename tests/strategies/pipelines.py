@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_parstrat import PipelineStrategy
@@ -102,6 +103,30 @@ class DropsByPython(Model):
     """Blocks draw from Python's generator."""
 
     block = ScaledByPython
+
+
+class DropsBetween(Model):
+    """Features are dropped in blocks, before them and after them."""
+
+    dropout = 0.2
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for first in (0, 2):
+            x = self.pair(first, x)
+        return self.head(self.norm(x))
+
+    def pair(self, first: int, x: Tensor) -> Tensor:
+        x = self.blocks[first](F.dropout(x, 0.1))
+        return F.dropout(self.blocks[first + 1](x * 1.1), 0.1) * 1.1
+
+
+class Recomputes(DropsBetween):
+    """Activation checkpointing is around two blocks, of which another stage may have the first."""
+
+    def pair(self, first: int, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().pair, first, x, use_reentrant=False)
+        return output
 
 
 class SharesLayer(Model):

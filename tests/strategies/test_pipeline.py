@@ -40,6 +40,7 @@ from tests.strategies.pipelines import (
     MICRO,
     SAMPLES,
     Block,
+    DropsBetween,
     DropsByPython,
     DropsOut,
     Halves,
@@ -50,6 +51,7 @@ from tests.strategies.pipelines import (
     Model,
     Normed,
     Planned,
+    Recomputes,
     SharesLayer,
     TiedAtTimes,
     Unfreezes,
@@ -79,6 +81,8 @@ class Case(NamedTuple):
     ranks: tuple[int, ...] = (2,)
     alone_in_stages: bool = False
     """Whether the oracle is a pipeline of one rank: random numbers are drawn for each block and micro-batch."""
+    oracle: type[zoo.Zoo] | None = None
+    """The module that the oracle trains, if it is another."""
 
 
 CASES = {
@@ -91,6 +95,10 @@ CASES = {
     "fused": Case(optimizer=fused, tolerance=2e-5, trainer=CLIP),
     "dropout": Case(DropsOut, ranks=(2, 4), alone_in_stages=True),
     "dropout by Python": Case(DropsByPython, ranks=(2,), alone_in_stages=True),
+    "recomputed": Case(Recomputes, ranks=(3,), alone_in_stages=True, oracle=DropsBetween),
+    "recomputed twice": Case(
+        Recomputes, strategy={"schedule": "zero_bubble"}, alone_in_stages=True, oracle=DropsBetween
+    ),
     "a shared layer": Case(SharesLayer, trainer=CLIP, ranks=(2, 4)),
     "statistics": Case(
         Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True
@@ -120,6 +128,7 @@ QUICK = {
     ("sgd in pipelines", 4),
     ("accumulated", 2),
     ("lengths", 3),
+    ("recomputed", 3),
     ("adamw", 2),
     ("interleaved", 2),
     ("zero_bubble", 2),
@@ -131,7 +140,8 @@ def train(name: str, oracle: bool) -> tuple[list[dict[str, Tensor]], list[Tensor
     """The weights after the training on rank 0, each step's loss, and what was logged."""
     case = CASES[name]
     strategy = None if oracle and not case.alone_in_stages else case.strategy
-    run, _ = fit(case.module, case.optimizer, strategy, **case.trainer)
+    module = (oracle and case.oracle) or case.module
+    run, _ = fit(module, case.optimizer, strategy, **case.trainer)
     weights = {key: one for key, one in run.module.state_dict().items()} if dist.get_rank() == 0 else {}
     return [weights], run.losses, dict(run.trainer.callback_metrics)
 

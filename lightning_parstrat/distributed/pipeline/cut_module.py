@@ -37,16 +37,31 @@ class _Cut(BaseException):
 
 
 class _Run:
-    """One run of a step. ``returns`` are the outputs of blocks that are not run."""
+    """One run of a step, from the first block of a stage to its last."""
 
-    def __init__(self, own: range, returns: Sequence[Any], is_last: bool, seed: Callable[[int], None]) -> None:
-        self.own, self.returns, self.is_last, self.seed = own, returns, is_last, seed
+    def __init__(
+        self,
+        own: range,
+        received: Sequence[Tensor],
+        shapes: Sequence[Any],
+        is_last: bool,
+        seed: Callable[[int], None],
+    ) -> None:
+        self.own, self.received, self.shapes, self.is_last, self.seed = own, received, shapes, is_last, seed
         self.next = 0
         self.trains = torch.is_grad_enabled()
         self.stale: list[Any] = []
         """Arguments that blocks of earlier stages have changed in place. Here they are as before."""
         self.outer: list[tuple[Tensor, Tensor]] = []
         """Buffers outside of blocks, which only the first stage changes before the first block, and their values."""
+
+    def returned(self, number: int) -> Any:
+        """What a block of an earlier stage returns."""
+        if number < self.own.start - 1:
+            return self.shapes[number]
+        tensors = iter(self.received)
+        # A copy, as code may change its input in place.
+        return replace_leaves(self.shapes[number], lambda _: _not_a_leaf(next(tensors)))
 
 
 class CutModule:
@@ -69,6 +84,10 @@ class CutModule:
         of_blocks = {part for block in self._blocks for part in block.modules()}
         self._outer_modules = [part for part in module.modules() if part not in of_blocks]
         self._run: _Run | None = None
+        self._runs: dict[tuple[int, int], _Run] = {}
+        """Those whose backward is to come, by stage and micro-batch."""
+        self._again: _Run | None = None
+        """That whose backward runs."""
         self._changed: dict[tuple[int, bool], list[int]] = {}
         """Which of its arguments a block changes in place, by its number, with and without gradients."""
         called = [*enumerate(self._blocks)]
@@ -111,7 +130,7 @@ class CutModule:
             PipelineError: Blocks are called in another order, or decide by values.
         """
         ends = self._stages.bounds[-2]
-        run = _Run(range(len(self._blocks)), [], is_last=False, seed=lambda _: None)
+        run = _Run(range(len(self._blocks)), [], [], is_last=False, seed=lambda _: None)
         found: list[Any] = []
 
         def note(output: Any) -> Any:
@@ -138,6 +157,7 @@ class CutModule:
     def run(
         self,
         stage: int,
+        number: int,
         step: Callable[[], Any],
         received: Sequence[Tensor],
         shapes: Sequence[Any],
@@ -148,7 +168,8 @@ class CutModule:
 
         Args:
             stage: The stage.
-            step: Runs a step on a micro-batch.
+            number: The number of a micro-batch.
+            step: Runs a step on it.
             received: The tensors of the output of the block before the stage.
             shapes: See :meth:`shapes`.
             seed: Called with a number at the beginning, and before and after each block. It seeds random numbers. So a
@@ -163,23 +184,40 @@ class CutModule:
             PipelineError: The step cannot be cut.
         """
         own = self._stages.blocks(stage)
-        returns = list(shapes[: own.start])
-        if own.start:
-            tensors = iter(received)
-            # A copy, as code may change its input in place.
-            returns[-1] = replace_leaves(returns[-1], lambda _: _not_a_leaf(next(tensors)))
         is_last = stage == self._stages.count - 1
-        run = _Run(own, returns, is_last, seed)
+        run = _Run(own, received, shapes, is_last, seed)
         if own.start:
             run.outer = [(buffer, buffer.clone()) for buffer in self._outer_buffers]
         seed(0)
         with _restored([] if keeps else self._outer_modules):
             output = self._running(run, step, None)
+        if run.trains:
+            run.stale, run.outer = [], []
+            self._runs[stage, number] = run
         what = "the result of the step" if is_last else f"the output of {self._names[own.stop - 1]!r}"
         self._refuse_without_values(output, what)
         if not is_last and own.stop <= len(shapes):
             self._compare(output, shapes[own.stop - 1], self._names[own.stop - 1])
         return output
+
+    @contextmanager
+    def backward(self, stage: int, number: int, ends: bool) -> Iterator[None]:
+        """Within it, a stage's backward runs on a micro-batch. Activation checkpointing around blocks calls them again.
+
+        Args:
+            stage: The stage.
+            number: The number of the micro-batch.
+            ends: Whether no other backward of both is to come.
+        """
+        self._again = self._runs.pop((stage, number), None) if ends else self._runs.get((stage, number))
+        try:
+            yield
+        finally:
+            self._again = None
+
+    def forget_runs(self) -> None:
+        """Call it when a step has ended."""
+        self._runs.clear()
 
     def _running(self, run: _Run, step: Callable[[], Any], note: Callable[[Any], Any] | None) -> Any:
         self._run, self._note = run, note
@@ -206,7 +244,7 @@ class CutModule:
     def _call(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
-            return forward(*args, **kwargs)
+            return self._call_again(number, forward, *args, **kwargs)
         name = self._names[number]
         if number != run.next:
             other = self._names[run.next] if run.next < len(self._names) else "the end"
@@ -226,7 +264,7 @@ class CutModule:
             if number == run.own.start - 1:
                 _copy_back(run.outer)
             run.seed(2 * number + 2)
-            return run.returns[number]
+            return run.returned(number)
         if self._note is not None:
             with _no_values(name):
                 return self._note(self._without_values((number, run.trains), forward, args, kwargs))
@@ -241,6 +279,19 @@ class CutModule:
         output = forward(*args, **kwargs)
         if self._sharded is None:
             self._end(number, None, None, output)
+        return output
+
+    def _call_again(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a block outside of a step, or in its backward, as activation checkpointing does."""
+        run = self._again
+        if run is None:
+            return forward(*args, **kwargs)
+        if number < run.own.start:
+            output = run.returned(number)
+        else:
+            run.seed(2 * number + 1)
+            output = forward(*args, **kwargs)
+        run.seed(2 * number + 2)
         return output
 
     def _without_values(self, key: tuple[int, bool], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -73,17 +73,19 @@ class _Shaped(PipelineStage):
 
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._guarded(bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
+        ends = kwargs.get("full_backward", True)
+        self._guarded(bwd_chunk_id, ends, super().backward_one_chunk, *args, **kwargs)
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._guarded(bwd_chunk_id, super().backward_weight_one_chunk, *args, **kwargs)
+        self._guarded(bwd_chunk_id, True, super().backward_weight_one_chunk, *args, **kwargs)
 
-    def _guarded(self, chunk: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _guarded(self, chunk: int, ends: bool, run: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Runs a backward. If it fails, now or before, the earlier stage gets zeros and does not wait."""
         if self.pipeline.fault is None:
             try:
-                run(chunk, *args, **kwargs)
+                with self.pipeline.cut.backward(self.stage_index, chunk, ends):
+                    run(chunk, *args, **kwargs)
                 return
             except Exception as error:
                 # torch describes the tensors, and chains what was raised.
@@ -171,7 +173,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._cut, self._stages, self._parts = cut, stages, parts
+        self.cut, self._stages, self._parts = cut, stages, parts
         self._name, self._micro_batches, self._group, self._device = schedule, micro_batches, group, device
         self._rank = dist.get_rank(group)
         self.last_rank = stages.rank_of(stages.count - 1)
@@ -224,6 +226,7 @@ class Pipeline:
             run(*inputs, target=target, losses=[], return_outputs=False, number=numbers)
         finally:
             self._step = self._loss = None
+            self.cut.forget_runs()
 
     def _refuse_frozen(self) -> None:
         """Raises an error if a stage receives nothing that needs a gradient, from which torch splits a backward."""
@@ -273,8 +276,9 @@ class Pipeline:
         step = self._step
         try:
             if self.fault is None and number < self._given:
-                output = self._cut.run(
+                output = self.cut.run(
                     stage,
+                    number,
                     lambda: step(number, is_last),
                     received,
                     self._shapes[number],
@@ -305,12 +309,12 @@ class Pipeline:
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
         """See :meth:`CutModule.shapes`."""
-        return self._cut.shapes(step)
+        return self.cut.shapes(step)
 
     @property
     def hooked(self) -> list[str]:
         """See :meth:`CutModule.hooked`."""
-        return self._cut.hooked
+        return self.cut.hooked
 
 
 def _tensors(tree: Any) -> list[Tensor]:
