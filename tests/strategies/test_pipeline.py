@@ -418,6 +418,16 @@ class Skips(Model):
         return self.head(self.norm(outputs[-1] + outputs[1]))
 
 
+class AddsBetween(Model):
+    """What a block gets is added to its output outside of it."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
 class Anneals(Block):
     """It returns a number that changes, next to its output."""
 
@@ -653,17 +663,19 @@ class DecidesInBlock(Model):
 
 
 class Refused(NamedTuple):
-    """A training, and the text of its error on rank 0 and 1."""
+    """A training, and the text of its error on all ranks."""
 
     module: type[zoo.Zoo]
     text: str
     strategy: dict[str, Any] = {}  # noqa: RUF012
     trainer: dict[str, Any] = {}  # noqa: RUF012
     optimizer: Any = plain_sgd
+    ranks: int = 2
 
 
 REFUSED = {
     "skip": Refused(Skips, "what another stage computes"),
+    "skip, sharded": Refused(AddsBetween, "'blocks.2' depends on what another stage computes", SHARDED, ranks=4),
     "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
     "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
@@ -725,7 +737,7 @@ def refuse(name: str) -> str:
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("skip", "left tensors", "stages"), REFUSED))
 def test_what_cannot_be_cut_is_an_error_on_all_ranks(pool: RankPool, name: str) -> None:
-    for message in pool.run(2, refuse, name):
+    for message in pool.run(REFUSED[name].ranks, refuse, name):
         assert re.search(REFUSED[name].text, message), message
 
 

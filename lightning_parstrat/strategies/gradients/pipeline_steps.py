@@ -144,7 +144,8 @@ class PipelineSteps:
         for one in parameters:
             one.grad = None
         taken = self._run("training_step", micro_batches, args, loss)
-        if sharded is not None:
+        # In its first step, FSDP2 cannot reduce what has not run.
+        if sharded is not None and (self.has_trained or not any_rank(self._pipeline.fault is not None, self._replicas)):
             try:
                 sharded.reduce(self._replicas, self._of_stage)
             except ValueError as error:
