@@ -57,6 +57,7 @@ from tests.strategies.pipelines import (
     Unfreezes,
     UnfreezesOnly,
     Weighted,
+    Wrapped,
     fit,
     loader,
     pipeline,
@@ -99,6 +100,7 @@ CASES = {
     "recomputed twice": Case(
         Recomputes, strategy={"schedule": "zero_bubble"}, alone_in_stages=True, oracle=DropsBetween
     ),
+    "wrapped": Case(Wrapped, ranks=(2,), alone_in_stages=True),
     "a shared layer": Case(SharesLayer, trainer=CLIP, ranks=(2, 4)),
     "statistics": Case(
         Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True

@@ -99,6 +99,11 @@ def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) ->
     return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}
 
 
+def in_state_dict(name: str) -> str:
+    """The name that a parameter or buffer has in a state dict. Torch's ``checkpoint_wrapper`` hides its own part."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
     """Puts a parameter in the place of another one, wherever the module has it."""
     take_over_attributes(old, new)
@@ -194,7 +199,7 @@ class HeldParts:
         for prefix, part in self._module.named_modules():
             if part not in within:
                 for name, buffer in part.named_buffers(recurse=False):
-                    yield f"{prefix}.{name}".lstrip("."), buffer
+                    yield in_state_dict(f"{prefix}.{name}".lstrip(".")), buffer
 
     def holders_of_buffers(self, control: dist.ProcessGroup) -> dict[str, int]:
         """The rank whose value of each buffer counts. Collective.
@@ -212,7 +217,7 @@ class HeldParts:
         names = {part: name for name, part in self._module.named_modules()}
         for number, block in enumerate(self._blocks):
             rank = self._stages.rank_of(self._stages.stage_of(number))
-            holders.update((f"{names[block]}.{name}", rank) for name, _ in block.named_buffers())
+            holders.update((in_state_dict(f"{names[block]}.{name}"), rank) for name, _ in block.named_buffers())
         return holders
 
     def of_stage(self, stage: int) -> list[nn.Parameter]:
@@ -320,9 +325,10 @@ class HeldParts:
         made: dict[Tensor, nn.Parameter] = {}
         for name, parameter in list(self._module.named_parameters()):
             if not has_memory(parameter):
-                made[parameter] = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
+                values = state[in_state_dict(name)]
+                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 _replace(self._module, parameter, made[parameter])
         for name, buffer in self._module.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
+            if in_state_dict(name) in state:
+                buffer.copy_(state[in_state_dict(name)])
         return made

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
-from lightning_parstrat.distributed.pipeline.holders import HeldParts
+from lightning_parstrat.distributed.pipeline.holders import HeldParts, in_state_dict
 
 
 @torch.no_grad()
@@ -25,7 +25,8 @@ def gather_module_state(
         control: The ranks of the pipeline. Messages are in host memory.
     """
     state = dict(own)
-    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named = module.named_parameters(remove_duplicate=False)
+    parameters: dict[str, Tensor] = {in_state_dict(name): parameter for name, parameter in named}
     buffers = parts.holders_of_buffers(control)
     for name, value in state.items():
         if name in parameters:
