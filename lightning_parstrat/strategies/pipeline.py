@@ -47,7 +47,7 @@ from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
-from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks
+from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, in_state_dict
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
 from lightning_parstrat.distributed.pipeline.sharded_blocks import is_counted
 from lightning_parstrat.distributed.torch_compat import has_memory, multiply_all
@@ -210,6 +210,14 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise MisconfigurationException(
                 "SyncBatchNorm waits for all ranks, and each stage of a pipeline runs other layers. Set"
                 " `sync_batchnorm=False`, or make the module with BatchNorm."
+            )
+        named, state = {in_state_dict(name) for name, _ in module.named_parameters()}, module.state_dict()
+        buffers = {in_state_dict(name) for name, _ in module.named_buffers()}
+        renamed = [name for name, one in state.items() if isinstance(one, Tensor) and name not in named | buffers]
+        if renamed and named - state.keys():
+            raise MisconfigurationException(
+                f"`state_dict` gives parameters other names, such as {listed(renamed)}, and ranks find those of their"
+                " stages by name. Rename them in `on_save_checkpoint`, which has the whole checkpoint on rank 0."
             )
         for kind in (WeightAveraging, StochasticWeightAveraging, ModelPruning):
             self._refuse_callback(kind, fits, "Train by zero1_custom or zero2_custom.")

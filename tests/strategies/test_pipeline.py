@@ -655,6 +655,11 @@ class Lengthens(Model):
         return super().compute_loss(batch[:, : 4 + 2 * self.current_epoch])
 
 
+class Renames(Model):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"model.{name}": one for name, one in super().state_dict(*args, **kwargs).items()}
+
+
 class ReturnsNone(Model):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None
@@ -702,6 +707,7 @@ REFUSED = {
     "averages by hand": Refused(AveragesAll, "`lerp_` would change a tensor.* copy parameters after it"),
     "longer": Refused(Lengthens, r"'blocks\.1' has returned.* must not depend on values, on the epoch"),
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
+    "renames": Refused(Renames, r"other names, such as model\.position, "),
     "manual": Refused(ByHand, "optimizes manually"),
     "no samples": Refused(NoTensor, re.escape("A tensor of shape (3, 2) in a batch of 8 samples")),
     "list of samples": Refused(ListsSamples, "tensors is 12, and the loader's batches have 8 samples"),
