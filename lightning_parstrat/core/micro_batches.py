@@ -158,12 +158,14 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     elif isinstance(first, (list, tuple)):
         # A step returns a tuple of parts, and a list of samples.
         of_text = type(first) is tuple and all(isinstance(item, str) for one in outputs for item in one)
-        if (of_text or isinstance(first, list)) and all(
-            _lists_samples(one, size) for one, size in zip(outputs, sizes, strict=True)
-        ):
+        lengths = [*map(len, outputs)]
+        # Parts are as many in each micro-batch.
+        are_samples = lengths == [*sizes] and (len({*sizes}) > 1 or all(map(_lists_samples, outputs, sizes)))
+        if (of_text or isinstance(first, list)) and are_samples:
             return type(first)(item for one in outputs for item in one)
-        items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        if len({*lengths}) == 1:
+            items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
+            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     elif all(one == first for one in outputs):
         return first
     elif isinstance(first, (int, float)) and not isinstance(first, bool):
@@ -174,10 +176,17 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
-def has_whole_numbers(output: Any) -> bool:
-    """Whether what a step returns has whole numbers, such as counts. Their mean over micro-batches is no count."""
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
-    return type(output) is int or any(map(has_whole_numbers, parts))
+def has_no_mean(output: Any, samples: int) -> bool:
+    """Whether what a step returns has counts, or tensors that do not begin with its samples.
+
+    The mean over micro-batches is not what one step would return then.
+    """
+    if isinstance(output, Tensor):
+        return not _has(output, samples) if output.dim() else not output.is_floating_point()
+    if isinstance(output, Mapping):
+        return any(has_no_mean(one, samples) for one in output.values())
+    parts = output if isinstance(output, (list, tuple)) and len(output) != samples else ()
+    return type(output) is int or any(has_no_mean(one, samples) for one in parts)
 
 
 def _lists_samples(items: Sequence[Any], samples: int) -> bool:

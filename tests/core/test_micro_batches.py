@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_parstrat.core.micro_batches import check_samples, cut_batch, join_outputs
+from lightning_parstrat.core.micro_batches import check_samples, cut_batch, has_no_mean, join_outputs
 from tests.comparing import assert_same
 
 
@@ -118,6 +118,7 @@ OUTPUTS: dict[str, tuple[list[Any], Any]] = {
         {"loss": torch.tensor(2.0), "rows": IMAGES},
     ),
     "a list of samples": ([["a", "b", "c"], ["d"]], ["a", "b", "c", "d"]),
+    "samples as wide as a micro-batch": ([[*IMAGES[:3]], [*IMAGES[3:]]], [*IMAGES]),
     "a tuple of texts": ([("a", "b", "c"), ("d",)], ("a", "b", "c", "d")),
     "a tuple of rows and texts": ([(IMAGES[:3], ["a", "b", "c"]), (IMAGES[3:], ["d"])], (IMAGES, ["a", "b", "c", "d"])),
     "as many parts as samples": (
@@ -138,3 +139,19 @@ def test_outputs_are_joined_as_one_step_would_return_them(outputs: list[Any], ex
 def test_outputs_that_differ_and_are_no_numbers_are_an_error() -> None:
     with pytest.raises(ValueError, match="values of type str that differ"):
         join_outputs(["a", "b"], [3, 1])
+    with pytest.raises(ValueError, match="values of type list that differ"):
+        join_outputs([[1.0, 2.0], [1.0]], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ({"rows": IMAGES, "mean": torch.tensor(1.0), "names": ["a", "b"]}, False),
+        ([*IMAGES], False),
+        ((IMAGES, 3), True),
+        (torch.tensor(3), True),
+        ({"sums": IMAGES[:1]}, True),
+    ],
+)
+def test_counts_and_sums_have_no_mean(output: Any, expected: bool) -> None:
+    assert has_no_mean(output, len(IMAGES)) is expected

@@ -291,19 +291,25 @@ class Weighted(Model):
 
 
 class Measured(Model):
-    """Logs metrics and numbers."""
+    """Logs metrics and numbers, and computes metrics after each batch."""
 
     def build(self) -> None:
         super().build()
-        self.total, self.all = SumMetric(), CatMetric()
+        self.total, self.all, self.running = SumMetric(), CatMetric(), SumMetric()
+        self.sums: list[float] = []
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
         loss = self.compute_loss(batch)
         self.total.update(batch.sum())
         self.all.update(loss)
         self.log("total", self.total)
+        self.running(batch.sum())
+        self.log("running", self.running, on_step=True)
         self.log_dict({"val": loss, "twice": 2 * loss}, batch_size=len(batch))
         self.log("most", batch.max(), reduce_fx="max")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.sums.append(float(self.running.compute()))
 
     def on_validation_epoch_end(self) -> None:
         self.log("mean", self.all.compute().mean())

@@ -282,17 +282,21 @@ def evaluate(stages: bool) -> Any:
     torch.manual_seed(0)
     module, trainer = Measured(), make_trainer(pipeline() if stages else None)
     data = zoo.loader(SAMPLES, BATCH)
-    (validated,) = trainer.validate(module, data, verbose=False)
-    predicted = trainer.predict(module, data)
-    return validated, predicted
+    # Two loaders of one metric.
+    validated = trainer.validate(module, [data, zoo.loader(SAMPLES - 10, BATCH)], verbose=False)
+    callbacks = {name: float(one) for name, one in trainer.callback_metrics.items()}
+    return validated, module.sums, callbacks, trainer.predict(module, data)
 
 
 def test_evaluates_as_one_process_does(pool: RankPool) -> None:
-    ((validated, predicted),) = pool.run(1, evaluate, False)
-    for own_validated, own_predicted in pool.run(2, evaluate, True):
-        assert own_validated == pytest.approx({**validated, "mean": own_validated["mean"]}, rel=1e-5)
-        # Micro-batches of the last batch differ in size.
-        assert own_validated["mean"] == pytest.approx(validated["mean"], rel=1e-2)
+    ((validated, sums, callbacks, predicted),) = pool.run(1, evaluate, False)
+    for own_validated, own_sums, own_callbacks, own_predicted in pool.run(2, evaluate, True):
+        assert own_sums == pytest.approx(sums, rel=1e-5)
+        assert own_callbacks.keys() >= {name for name in callbacks if "running_step" not in name}
+        for own, one in zip(own_validated, validated, strict=True):
+            assert own == pytest.approx({**one, "mean": own["mean"]}, rel=1e-5)
+            # Micro-batches of the last batch differ in size.
+            assert own["mean"] == pytest.approx(one["mean"], rel=1e-2)
         assert distance([one["logits"] for one in own_predicted], [one["logits"] for one in predicted]) <= 1e-5
         assert [one["first"] for one in own_predicted] == [one["first"] for one in predicted]
 
@@ -796,6 +800,12 @@ class CountsSamples(Model):
         return {"samples": len(batch), "mean": float(batch.mean()), "is_first": batch_idx == 0}
 
 
+class SumsFeatures(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        return {"sums": batch.sum(0), "rows": [*batch]}
+
+
 class Untried(PlainSGD):
     """Takes no parameters as small as those of a trial."""
 
@@ -816,6 +826,7 @@ WARNED: dict[type[Model], str] = {
     CountsSteps: r"A step changes buffers: average, steps\. It does so for each micro-batch",
     CollectsLosses: r"`validation_step` changes self\.found on the rank of the last stage alone.* Return it",
     CountsSamples: "`validation_step` returns whole numbers",
+    SumsFeatures: "`validation_step` returns whole numbers, or tensors whose first dimension is not the samples",
 }
 
 

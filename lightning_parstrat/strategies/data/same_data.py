@@ -35,14 +35,15 @@ class SameData(Part):
         ranks: The strategy's ranks.
     """
 
-    _of_one_training = frozenset({"_metrics"})
+    _of_one_training = frozenset({"metrics"})
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
         super().__init__(strategy)
         self._ranks = ranks
         self.last_stage: int | None = None
         """The rank whose metrics count, among those with the same data. None if each has the same metrics."""
-        self._metrics: list[Metric] = []
+        self.metrics: list[Metric] = []
+        """The metrics that count once."""
 
     @property
     def _is_alone(self) -> bool:
@@ -88,7 +89,7 @@ class SameData(Part):
         for metric in (one for one in self._module.modules() if isinstance(one, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
                 metric.dist_sync_fn = _GatherOfData(self)
-                self._metrics.append(metric)
+                self.metrics.append(metric)
 
     def of_last_stage(self, state: Tensor) -> Tensor:
         """A metric's state on the rank whose metrics count. Collective among ranks with the same data."""
@@ -170,9 +171,9 @@ class SameData(Part):
     @override
     def teardown(self) -> None:
         """Gives metrics their own way to synchronize again."""
-        for metric in self._metrics or ():
+        for metric in self.metrics or ():
             metric.dist_sync_fn = None
-        self._metrics = []
+        self.metrics = []
 
 
 class _GatherOfData:

@@ -73,11 +73,11 @@ class Differences:
         found = left_tensors(self._own_blocks)
         return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
 
-    def lines(self, returns_counts: bool) -> Iterator[str]:
+    def lines(self, returns_no_mean: bool) -> Iterator[str]:
         """What to warn of after a first step. Nothing after others.
 
         Args:
-            returns_counts: Whether the module's step has returned whole numbers, in an evaluation.
+            returns_no_mean: Whether an evaluation's step has returned what has no mean over micro-batches.
         """
         if not self._first:
             return
@@ -106,11 +106,11 @@ class Differences:
                 f"`{self._first}` changes {listed(later)} on the rank of the last stage alone. Hooks on other ranks"
                 f" see what was before. {'Log it' if trains else 'Return it, as hooks get that on all ranks'}."
             )
-        if returns_counts and is_cut:
+        if returns_no_mean and is_cut:
             yield (
-                f"`{self._first}` returns whole numbers. They are those of a micro-batch, or their mean, and no counts"
-                " of the whole batch. Return tensors with an element for each sample, or log counts with"
-                " `reduce_fx='sum'`."
+                f"`{self._first}` returns whole numbers, or tensors whose first dimension is not the samples. Hooks get"
+                " their mean over micro-batches, and not those of the whole batch. Return tensors with an element for"
+                " each sample, or log counts with `reduce_fx='sum'`."
             )
 
 

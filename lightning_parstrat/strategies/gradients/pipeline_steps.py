@@ -20,7 +20,7 @@ from lightning_parstrat.core.micro_batches import (
     check_samples,
     count_samples,
     cut_batch,
-    has_whole_numbers,
+    has_no_mean,
     join_outputs,
     mean_over,
     signature,
@@ -58,12 +58,14 @@ class _Told(NamedTuple):
         lines: What to warn of.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
+        updated: From there, the numbers of metrics that have seen samples.
     """
 
     fault: str | None
     lines: list[str]
     result: Any
     calls: list[_Call]
+    updated: list[int]
 
 
 class PipelineSteps:
@@ -78,6 +80,7 @@ class PipelineSteps:
         of_stage: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
         batch_sizes: How many samples the batches of loaders have that are known, for training (True) and evaluation.
+        metrics: The metrics whose state on the rank of the last stage counts. Others may be appended later.
     """
 
     def __init__(
@@ -90,11 +93,14 @@ class PipelineSteps:
         of_stage: Collectives,
         micro_batches: int,
         batch_sizes: Mapping[bool, Collection[int]],
+        metrics: Sequence[Metric],
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
         self._control, self._replicas, self._of_stage = control, replicas, of_stage
         self._micro_batches = micro_batches
-        self._batch_sizes = batch_sizes
+        self._batch_sizes, self._metrics = batch_sizes, metrics
+        self._updates: list[int] = []
+        """How often each metric had been updated when the step began."""
         self._checked = set[str]()
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
@@ -168,7 +174,8 @@ class PipelineSteps:
 
     def _run(self, name: str, micro_batches: Sequence[Any], args: Sequence[Any], loss: Loss) -> "_Taken":
         """Runs a step on micro-batches, and takes what they log."""
-        taken, plugin = _Taken(self._module), self._strategy.precision_plugin
+        taken, plugin = _Taken(self._module, name == "training_step"), self._strategy.precision_plugin
+        self._updates = [one.update_count for one in self._metrics]
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
         self._differences.begin(name)
@@ -228,8 +235,8 @@ class PipelineSteps:
             joined = join_outputs([*outputs.values()], sizes) if is_last and self._pipeline.fault is None else None
         except ValueError as error:
             self._pipeline.fault = error
-        counts = any(map(has_whole_numbers, outputs.values()))
-        last = self._tell(joined, taken, sizes, counts)[self._pipeline.last_rank]
+        no_mean = any(map(has_no_mean, outputs.values(), sizes))
+        last = self._tell(joined, taken, sizes, no_mean)[self._pipeline.last_rank]
         taken.log(last.calls)
         device = self._strategy.root_device
         return joined if is_last else replace_leaves(last.result, lambda tensor: tensor.to(device))
@@ -262,7 +269,7 @@ class PipelineSteps:
                 del self._shapes[key]
         return found
 
-    def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int], counts: bool = False) -> list[_Told]:
+    def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int], no_mean: bool = False) -> list[_Told]:
         """What all ranks tell. Raises what has failed on any."""
         calls: list[_Call] = []
         try:
@@ -273,15 +280,19 @@ class PipelineSteps:
         ends = self._pipeline.is_last
         own = _Told(
             None if fault is None else repr(fault),
-            [*self._differences.lines(counts)],
+            [*self._differences.lines(no_mean)],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
+            [n for n, one in enumerate(self._metrics) if ends and one.update_count != self._updates[n]],
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
+        for number in () if ends else told[self._pipeline.last_rank].updated:
+            # It forgets what it has computed. Its state counts on the rank of the last stage alone.
+            self._metrics[number].reset()
         return told
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
@@ -340,10 +351,11 @@ class _Taken:
 
     Args:
         module: The module, whose ``log`` is replaced meanwhile.
+        trains: Whether the step is one of training.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, trains: bool) -> None:
+        self._module, self._trains = module, trains
         self._calls: dict[int, list[_Call]] = {}
 
     @contextmanager
@@ -388,19 +400,28 @@ class _Taken:
                 # A step may log under a condition, and one name twice.
                 found.setdefault((call.name, seen[call.name]), []).append((call, sizes[number]))
                 seen[call.name] += 1
-        return [self._joined(calls) for calls in found.values()]
+        return [call for calls in found.values() for call in self._joined(calls)]
 
-    def _joined(self, alike: Sequence[tuple[_Call, int]]) -> _Call:
+    def _joined(self, alike: Sequence[tuple[_Call, int]]) -> list[_Call]:
         name, value, kwargs = alike[0][0]
         counts = [size for _, size in alike]
         if kwargs.get("batch_size") is not None:
             counts = [call.kwargs["batch_size"] for call, _ in alike]
             kwargs = {**kwargs, "batch_size": sum(counts)}
         if isinstance(value, str):
-            # What a metric returned for its last micro-batch is no value of the step.
-            return _Call(name, value, {**kwargs, "on_step": False, "on_epoch": True})
+            return self._of_metric(name, value, kwargs)
         values = [torch.as_tensor(call.value) for call, _ in alike]
-        return _Call(name, _together(values, counts, kwargs.get("reduce_fx", "mean")), kwargs)
+        return [_Call(name, _together(values, counts, kwargs.get("reduce_fx", "mean")), kwargs)]
+
+    def _of_metric(self, name: str, metric: str, kwargs: Mapping[str, Any]) -> list[_Call]:
+        """Logs a metric at the end of the epoch. What it returned for its last micro-batch is no value of the step."""
+        at_end = {**kwargs, "on_step": False, "on_epoch": True}
+        usual = {"on_step": self._trains, "on_epoch": not self._trains}
+        if not all(usual[key] if kwargs.get(key) is None else kwargs[key] for key in usual):
+            return [_Call(name, metric, at_end)]
+        # Lightning gives the epoch's value this name then, and shows callbacks both.
+        hidden = {**at_end, "logger": False, "prog_bar": False}
+        return [_Call(f"{name}_epoch", metric, at_end), _Call(name, metric, hidden)]
 
     def log(self, calls: Sequence[_Call]) -> None:
         """Logs what :meth:`joined` has returned on the rank of the last stage."""
