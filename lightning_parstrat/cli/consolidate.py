@@ -87,7 +87,9 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
     if not is_sharded_checkpoint(source):
         what = "is a file, as a consolidated checkpoint is" if source.is_file() else "is not a sharded checkpoint"
         raise UsageError(f"{source} {what if source.exists() else 'does not exist'}. IN is a folder with `.metadata`.")
-    return loaded(lambda: ShardedCheckpoint(source, weights_only=not trusted), source)
+    checkpoint: ShardedCheckpoint = loaded(lambda: ShardedCheckpoint(source, weights_only=not trusted), source)
+    loaded(checkpoint.check_files, source)
+    return checkpoint
 
 
 def loaded(load: Callable[[], Any], source: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,9 @@ _CLOSE = 1.06
 _FASTEST = 1e15
 
 _NO_TIMES = "it has written no times"
+
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
+"""How Python begins the text of an exception, after what torchrun or torch puts before it."""
 
 _UNKNOWN = Training(parameters=1)
 
@@ -136,7 +140,10 @@ def run(arguments: Namespace) -> int:
     first = _first_run(arguments, rows)
     if first is None:
         print(table([_HEADER, *rows]))
-        print("The program must be a LightningCLI's, and train by it with zero1_custom or zero3_custom.")
+        print(
+            "The program must be a LightningCLI's, and train by it with zero1_custom or zero3_custom. Its runs must end"
+            " within --timeout."
+        )
         return 1
     known = candidates(first)
     own = next(one for one in known if one.name == first["name"])
@@ -269,11 +276,11 @@ def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | 
             "default_root_dir": folder,
         }
         config.write_text(yaml.safe_dump({"trainer": trainer}))
-        code, said = _run([*arguments.program, "--config", str(config)], times, arguments.timeout)
+        failed = _run([*arguments.program, "--config", str(config)], times, arguments.timeout)
         if times.is_file():
             found: dict[str, Any] = json.loads(times.read_text())
             return found
-        return f"exit code {code}: {said}" if code else _NO_TIMES
+        return failed or _NO_TIMES
 
 
 def _section(one: Candidate, accumulate: int) -> dict[str, Any]:
@@ -281,8 +288,8 @@ def _section(one: Candidate, accumulate: int) -> dict[str, Any]:
     return {"strategy": strategy, **({"accumulate_grad_batches": accumulate * one.windows} if one.windows > 1 else {})}
 
 
-def _run(command: Sequence[str], target: Path, timeout: float) -> tuple[int, str]:
-    """The exit code of a command, and the last line that it has printed."""
+def _run(command: Sequence[str], target: Path, timeout: float) -> str:
+    """Why a command has failed: the last error that it has printed, or its last line. Empty if it has not."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
@@ -294,14 +301,15 @@ def _run(command: Sequence[str], target: Path, timeout: float) -> tuple[int, str
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return 1, f"it took longer than {timeout:g} s (--timeout)"
+            return f"it took longer than {timeout:g} s (--timeout)"
         finally:
             # Ranks that the program has started.
             if process.poll() != 0:
                 _end(process.pid)
         output.seek(0)
         lines = [line.strip() for line in output if line.strip()]
-        return process.returncode, lines[-1][-200:] if lines else ""
+        said = ([line for line in lines if _ERROR.match(line)] or lines or [""])[-1]
+        return f"exit code {process.returncode}: {said[:200]}" if process.returncode else ""
 
 
 def _end(group: int) -> None:

@@ -1,5 +1,7 @@
 """``inspect`` and ``consolidate`` on what trainings have written, and on what is none of it."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,11 @@ WRONG = [
     (["inspect", "text.ckpt"], "text.ckpt is truncated, or not a checkpoint"),
     (["inspect", "foreign.ckpt"], "is not a checkpoint of a Lightning Trainer"),
     (["inspect", "objects.ckpt"], "--trusted"),
+    (
+        ["inspect", "short.ckpt"],
+        "short.ckpt is damaged or incomplete: __1_0.distcp cannot be read (EOFError: it has less",
+    ),
+    (["inspect", "lacking.ckpt"], "lacking.ckpt is damaged or incomplete: __1_0.distcp cannot be read (FileNotFound"),
     (["consolidate", "full.ckpt", "out.ckpt"], "is a file, as a consolidated checkpoint is"),
     (["consolidate", "missing.ckpt", "out.ckpt"], "missing.ckpt does not exist"),
     (["consolidate", "folder", "out.ckpt"], "folder is not a sharded checkpoint"),
@@ -58,6 +65,10 @@ def test_wrong_usage(
 ) -> None:
     monkeypatch.chdir(checkpoints)
     Path("text.ckpt").write_text("hello " * 20)
+    for damaged in ("short.ckpt", "lacking.ckpt"):
+        shutil.copytree("sharded.ckpt", damaged, dirs_exist_ok=True)
+    os.truncate("short.ckpt/__1_0.distcp", 100)
+    os.remove("lacking.ckpt/__1_0.distcp")
     Path("folder").mkdir(exist_ok=True)
     torch.save({"w": torch.zeros(1)}, "foreign.ckpt")
     saved = torch.load("full.ckpt", weights_only=True)

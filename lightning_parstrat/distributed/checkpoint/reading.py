@@ -78,6 +78,20 @@ class ShardedCheckpoint:
             return None
         return stat.st_ino, stat.st_mtime_ns
 
+    def check_files(self) -> None:
+        """Looks for the files of all ranks. Not for a training: each of many ranks would look for many files.
+
+        Raises:
+            CheckpointDamagedError: One is missing, or too short.
+        """
+        ends: dict[str, int] = {}
+        for place in self._metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in ends.items():
+            with self._damages(name):
+                if (self.folder / name).stat().st_size < end:
+                    raise EOFError(f"it has less than {end} bytes")
+
     def _loaded_skeleton(self) -> Any:
         path = self.folder / SKELETON
         with self._damages(SKELETON):
