@@ -173,15 +173,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank * grid.tensor
         control, number = subgroup(groups.control, grid.pipeline_of(self.global_rank)), self._policy.microbatches
         self._steps = PipelineSteps(
-            self,
-            pipeline,
-            held,
-            control,
-            replicas,
-            self._of_stage(),
-            number,
-            self._batch_sizes,
-            self._same_data.metrics,
+            self, pipeline, held, control, replicas, self._of_stage(), number, self._batch_sizes
         )
         if grid.data > 1:
             # Stages have different buffers, and all ranks of a stage have the same.
@@ -219,10 +211,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 "SyncBatchNorm waits for all ranks, and each stage of a pipeline runs other layers. Set"
                 " `sync_batchnorm=False`, or make the module with BatchNorm."
             )
-        named, state = {in_state_dict(name) for name, _ in module.named_parameters()}, module.state_dict()
-        buffers = {in_state_dict(name) for name, _ in module.named_buffers()}
-        renamed = [name for name, one in state.items() if isinstance(one, Tensor) and name not in named | buffers]
-        if renamed and named - state.keys():
+        named = {in_state_dict(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        places = {one.data_ptr() for one in module.parameters() if has_memory(one) and one.numel()}
+        unknown = {name: one for name, one in module.state_dict().items() if name not in named}
+        renamed = [name for name, one in unknown.items() if isinstance(one, Tensor) and one.data_ptr() in places]
+        if renamed:
             raise MisconfigurationException(
                 f"`state_dict` gives parameters other names, such as {listed(renamed)}, and ranks find those of their"
                 " stages by name. Rename them in `on_save_checkpoint`, which has the whole checkpoint on rank 0."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import CatMetric, SumMetric
+from torchmetrics import CatMetric, MetricTracker, SumMetric
 
 from lightning_parstrat import PipelineStrategy
 from lightning_parstrat.distributed.engine.cuts import local
@@ -93,6 +93,18 @@ class HeadFirst(Model):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+class LeavesOut(Model):
+    """Its state dict has a tied matrix twice, a number of its own, and no frozen layer."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: one for name, one in super().state_dict(*args, **kwargs).items() if "teacher" not in name}
+        return {**own, "number": torch.ones(1)}
 
 
 class ScaledByPython(Block):
@@ -297,6 +309,11 @@ class Measured(Model):
         super().build()
         self.total, self.all, self.running = SumMetric(), CatMetric(), SumMetric()
         self.sums: list[float] = []
+        self.tracked = MetricTracker(SumMetric(), maximize=True)
+
+    def on_validation_epoch_start(self) -> None:
+        # It copies the metric.
+        self.tracked.increment()
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
         loss = self.compute_loss(batch)
@@ -304,12 +321,13 @@ class Measured(Model):
         self.all.update(loss)
         self.log("total", self.total)
         self.running(batch.sum())
+        self.tracked.update(batch.sum())
         self.log("running", self.running, on_step=True)
         self.log_dict({"val": loss, "twice": 2 * loss}, batch_size=len(batch))
         self.log("most", batch.max(), reduce_fx="max")
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self.sums.append(float(self.running.compute()))
+        self.sums += [float(self.running.compute()), float(self.tracked.compute())]
 
     def on_validation_epoch_end(self) -> None:
         self.log("mean", self.all.compute().mean())

@@ -35,15 +35,15 @@ class SameData(Part):
         ranks: The strategy's ranks.
     """
 
-    _of_one_training = frozenset({"metrics"})
+    _of_one_training = frozenset({"_metrics"})
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
         super().__init__(strategy)
         self._ranks = ranks
         self.last_stage: int | None = None
         """The rank whose metrics count, among those with the same data. None if each has the same metrics."""
-        self.metrics: list[Metric] = []
-        """The metrics that count once."""
+        self._metrics: list[tuple[Metric, bool]] = []
+        """Metrics, and whether they keep what they compute."""
 
     @property
     def _is_alone(self) -> bool:
@@ -89,7 +89,9 @@ class SameData(Part):
         for metric in (one for one in self._module.modules() if isinstance(one, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
                 metric.dist_sync_fn = _GatherOfData(self)
-                self.metrics.append(metric)
+                self._metrics.append((metric, metric.compute_with_cache))
+                # Those of other stages are not updated, and so would keep it for too long.
+                metric.compute_with_cache &= self._ranks.grid.pipeline == 1
 
     def of_last_stage(self, state: Tensor) -> Tensor:
         """A metric's state on the rank whose metrics count. Collective among ranks with the same data."""
@@ -171,9 +173,9 @@ class SameData(Part):
     @override
     def teardown(self) -> None:
         """Gives metrics their own way to synchronize again."""
-        for metric in self.metrics or ():
-            metric.dist_sync_fn = None
-        self.metrics = []
+        for metric, keeps in self._metrics or ():
+            metric.dist_sync_fn, metric.compute_with_cache = None, keeps
+        self._metrics = []
 
 
 class _GatherOfData:

@@ -58,14 +58,12 @@ class _Told(NamedTuple):
         lines: What to warn of.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
-        updated: From there, the numbers of metrics that have seen samples.
     """
 
     fault: str | None
     lines: list[str]
     result: Any
     calls: list[_Call]
-    updated: list[int]
 
 
 class PipelineSteps:
@@ -80,7 +78,6 @@ class PipelineSteps:
         of_stage: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
         batch_sizes: How many samples the batches of loaders have that are known, for training (True) and evaluation.
-        metrics: The metrics whose state on the rank of the last stage counts. Others may be appended later.
     """
 
     def __init__(
@@ -93,14 +90,11 @@ class PipelineSteps:
         of_stage: Collectives,
         micro_batches: int,
         batch_sizes: Mapping[bool, Collection[int]],
-        metrics: Sequence[Metric],
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
         self._control, self._replicas, self._of_stage = control, replicas, of_stage
         self._micro_batches = micro_batches
-        self._batch_sizes, self._metrics = batch_sizes, metrics
-        self._updates: list[int] = []
-        """How often each metric had been updated when the step began."""
+        self._batch_sizes = batch_sizes
         self._checked = set[str]()
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
@@ -175,7 +169,6 @@ class PipelineSteps:
     def _run(self, name: str, micro_batches: Sequence[Any], args: Sequence[Any], loss: Loss) -> "_Taken":
         """Runs a step on micro-batches, and takes what they log."""
         taken, plugin = _Taken(self._module, name == "training_step"), self._strategy.precision_plugin
-        self._updates = [one.update_count for one in self._metrics]
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
         self._differences.begin(name)
@@ -283,16 +276,12 @@ class PipelineSteps:
             [*self._differences.lines(no_mean)],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
-            [n for n, one in enumerate(self._metrics) if ends and one.update_count != self._updates[n]],
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
-        for number in () if ends else told[self._pipeline.last_rank].updated:
-            # It forgets what it has computed. Its state counts on the rank of the last stage alone.
-            self._metrics[number].reset()
         return told
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
