@@ -211,15 +211,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
                 "SyncBatchNorm waits for all ranks, and each stage of a pipeline runs other layers. Set"
                 " `sync_batchnorm=False`, or make the module with BatchNorm."
             )
-        named = {in_state_dict(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        places = {one.data_ptr() for one in module.parameters() if has_memory(one) and one.numel()}
-        unknown = {name: one for name, one in module.state_dict().items() if name not in named}
-        renamed = [name for name, one in unknown.items() if isinstance(one, Tensor) and one.data_ptr() in places]
-        if renamed:
-            raise MisconfigurationException(
-                f"`state_dict` gives parameters other names, such as {listed(renamed)}, and ranks find those of their"
-                " stages by name. Rename them in `on_save_checkpoint`, which has the whole checkpoint on rank 0."
-            )
+        _refuse_renamed(module)
         for kind in (WeightAveraging, StochasticWeightAveraging, ModelPruning):
             self._refuse_callback(kind, fits, "Train by zero1_custom or zero2_custom.")
         self._refuse_callback(BaseFinetuning, fits, "Freeze and unfreeze by `requires_grad` in hooks of the module.")
@@ -515,6 +507,19 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._engine is not None:
             self._engine.close(failed=True)
         self._steps = self._held = self._cut = self._engine = None
+
+
+def _refuse_renamed(module: LightningModule) -> None:
+    """Raises an error if the module's ``state_dict`` has a parameter by a name that the parameter does not have."""
+    named = {in_state_dict(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    places = {one.data_ptr() for one in module.parameters() if has_memory(one) and one.numel()}
+    unknown = {name: one for name, one in module.state_dict().items() if name not in named}
+    renamed = [name for name, one in unknown.items() if isinstance(one, Tensor) and one.data_ptr() in places]
+    if renamed:
+        raise MisconfigurationException(
+            f"`state_dict` gives parameters other names, such as {listed(renamed)}. Ranks find those of their stages by"
+            " name. Rename them in `on_save_checkpoint`, which has the whole checkpoint on rank 0."
+        )
 
 
 @torch.no_grad()

@@ -200,17 +200,17 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, message: st
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "timeout", "message"),
     [
-        ("print('trained')", "it has written no times"),
-        ("raise ValueError('no module\\nwas made')", "exit code 1: ValueError: no module"),
-        ("import time; time.sleep(60)", "it took longer than 2 s (--timeout)"),
+        ("print('trained')", "60", "it has written no times"),
+        ("raise ValueError('no module\\nwas made')", "60", "exit code 1: ValueError: no module"),
+        ("import time; time.sleep(60)", "2", "it took longer than 2 s (--timeout)"),
     ],
 )
 def test_another_program_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, script: str, message: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, script: str, timeout: str, message: str
 ) -> None:
-    assert main(["tune", "--timeout", "2", "--", sys.executable, "-c", script, "fit"]) == 1
+    assert main(["tune", "--timeout", timeout, "--", sys.executable, "-c", script, "fit"]) == 1
     said = capsys.readouterr().out
     assert message in said and "The program must be a LightningCLI's" in said
 

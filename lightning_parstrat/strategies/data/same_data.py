@@ -90,7 +90,7 @@ class SameData(Part):
             if metric.dist_sync_fn is None and metric.process_group is None:
                 metric.dist_sync_fn = _GatherOfData(self)
                 self._metrics.append((metric, metric.compute_with_cache))
-                # Those of other stages are not updated, and so would keep it for too long.
+                # On ranks of other stages no update would make it forget an old value.
                 metric.compute_with_cache &= self._ranks.grid.pipeline == 1
 
     def of_last_stage(self, state: Tensor) -> Tensor:
