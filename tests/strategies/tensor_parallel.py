@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import SumMetric
 
 from tests.strategies import zoo
@@ -97,17 +98,27 @@ class Block(nn.Module):
         return x + self.dropout(self.down(inner))
 
 
+class HalfCheckpointed(Block):
+    """Activation checkpointing ends, and begins, between the layers that are cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm(x)))
+        inner = checkpoint(lambda x: self.inner_dropout(F.gelu(self.up(x))), x, use_reentrant=False)
+        return x + checkpoint(lambda inner: self.dropout(self.down(inner)), inner, use_reentrant=False)
+
+
 class Transformer(zoo.Zoo):
     """A language model. Its plan cuts the blocks. Dropout between cut layers is inner dropout."""
 
     attention: Callable[[], nn.Module] = Attention
+    block: type[Block] = Block
     dropout = inner_dropout = 0.0
     tp_plan: dict[str, Any] = PLAN
 
     def build(self) -> None:
         self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
         make = type(self).attention
-        self.blocks = nn.ModuleList(Block(make, self.dropout, self.inner_dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(self.block(make, self.dropout, self.inner_dropout) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def compute_loss(self, batch: Tensor) -> Tensor:
@@ -124,6 +135,7 @@ def with_class(name: str, **attributes: Any) -> type[Transformer]:
 
 DropsOut = with_class("DropsOut", dropout=0.2)
 DropsParts = with_class("DropsParts", dropout=0.2, inner_dropout=0.5)
+CutShort = with_class("CutShort", dropout=0.2, inner_dropout=0.5, block=HalfCheckpointed)
 # Vocabularies are cut, too.
 CutAll = with_class("CutAll", tp_plan={**PLAN, "embedding": "embedding_rowwise", "head": "colwise_gather_output"})
 

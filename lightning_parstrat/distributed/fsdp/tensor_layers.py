@@ -10,7 +10,6 @@ in the plan. So gradients of whole layers are compared between the ranks that sh
 
 import copy
 import functools
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -61,9 +61,12 @@ class TensorLayers:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._shared: list[Tensor] | None = None
-        """The states of the generators outside of a region, if a forward is within one."""
-        self._begun: list[Tensor] = []
+        self._regions: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        """By the seed of each region of this step: the generators' states before it, and at its beginning.
+
+        The seed of a generator's state tells whether a forward is within a region. A recomputation may begin or end in
+        the middle of one.
+        """
         cut = {parameter for one in planned for parameter in one.layer.parameters()}
         self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter not in cut}
         self._compared: Counter[str] = Counter()
@@ -87,24 +90,28 @@ class TensorLayers:
     # Random numbers.
 
     def _enter(self, layer: nn.Module, *_: Any) -> None:
-        if layer.training and self._shared is None:
-            self._shared = self._states()
-            # The same in a recomputation, which begins with the same states. A CPU's generator takes 32 bits of a seed.
-            states = b"".join(state.numpy().tobytes() for state in self._shared)
+        if layer.training:
+            shared = self._states()
+            # The same in a recomputation, which begins with the same states.
+            seed = digest(b"".join([str(dist.get_rank()).encode(), *(state.numpy().tobytes() for state in shared)]))
             for generator in self._generators:
-                generator.manual_seed(zlib.crc32(states, dist.get_rank() + 1))
-            self._begun = self._states()
+                generator.manual_seed(seed)
+            self._regions[seed] = shared, self._states()
 
     def _leave(self, *_: Any) -> None:
-        if self._shared is None:
+        seed = self._generators[0].initial_seed()
+        if seed not in self._regions:
             return
-        is_drawn = not all(map(torch.equal, self._states(), self._begun))
-        for generator, state in zip(self._generators, self._shared, strict=True):
+        shared, begun = self._regions[seed]
+        is_drawn = not all(map(torch.equal, self._states(), begun))
+        for generator, state in zip(self._generators, shared, strict=True):
             generator.set_state(state)
             if is_drawn:
                 # Otherwise the next region would draw the same.
                 torch.rand((), generator=generator, device=generator.device)
-        self._shared = None
+        if not torch.is_grad_enabled():
+            # Nothing of it is computed again.
+            del self._regions[seed]
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
@@ -188,6 +195,7 @@ class TensorLayers:
         Raises:
             TensorPlanError: Gradients differ. Raised on all ranks.
         """
+        self._regions.clear()
         found = {
             name: one for name, one in self._whole.items() if one in used and self._compared[name] < _COMPARED_STEPS
         }
