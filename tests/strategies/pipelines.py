@@ -76,6 +76,20 @@ class Planned(Model):
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
+class NormsParts(Planned):
+    """A norm between the layers that ranks share, which each rank has whole."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.up = nn.Sequential(block.up, nn.Unflatten(-1, (-1, 4)), nn.LayerNorm(4), nn.Flatten(-2))
+        self.tp_plan = {
+            "blocks.*.up.0": "colwise",
+            "blocks.*.up.2": "replicated_with_grad_allreduce",
+            "blocks.*.down": "rowwise",
+        }
+
+
 class HeadFirst(Model):
     """The head was registered before the blocks."""
 

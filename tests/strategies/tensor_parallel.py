@@ -73,6 +73,17 @@ class MixedHeads(Attention):
         return super().heads(self.mix(one))
 
 
+class StatisticsOfHeads(Attention):
+    """A norm without parameters takes its statistics over all heads, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(self.size, affine=False)
+
+    def heads(self, one: Tensor) -> Tensor:
+        return self.norm(super().heads(one).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
 def zeroed(attention: type[Attention]) -> type[Attention]:
     """Its output is 0 until it has learned."""
 
@@ -134,6 +145,8 @@ def with_class(name: str, **attributes: Any) -> type[Transformer]:
 
 
 DropsOut = with_class("DropsOut", dropout=0.2)
+NORM = {**PLAN, "blocks.*.attention.norm": "replicated_with_grad_allreduce"}
+NormsHeads = with_class("NormsHeads", attention=NormedHeads, tp_plan=NORM)
 DropsParts = with_class("DropsParts", dropout=0.2, inner_dropout=0.5)
 CutShort = with_class("CutShort", dropout=0.2, inner_dropout=0.5, block=HalfCheckpointed)
 # Vocabularies are cut, too.

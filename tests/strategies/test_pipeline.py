@@ -51,6 +51,7 @@ from tests.strategies.pipelines import (
     Measured,
     Model,
     Normed,
+    NormsParts,
     Planned,
     Recomputes,
     SharesLayer,
@@ -119,6 +120,7 @@ CASES = {
     "sgd in pipelines": Case(tolerance=5e-6, strategy={**TWO, "schedule": "interleaved"}, ranks=(4,)),
     "3d": Case(Planned, zoo.adamw, 2e-5, {**CLIP, **WINDOW}, {**SHARDED, **SHARED}, (4, 8)),
     "3d, sgd": Case(Planned, tolerance=5e-6, trainer=WINDOW, strategy={**SHARDED, **SHARED}, ranks=(8,)),
+    "norms between shared layers": Case(NormsParts, tolerance=5e-6, strategy=SHARED, ranks=(4,)),
     "shared": Case(Planned, zoo.adamw, 2e-5, CLIP, {**SHARED, "schedule": "interleaved"}, (4,)),
     "sharded": Case(UnfreezesOnly, zoo.adamw, 2e-5, CLIP, {**SHARDED, "schedule": "gpipe"}, (4,)),
     "unfrozen in pipelines": Case(Unfreezes, trainer=CLIP, strategy={**TWO, "stages": [1, 3]}, ranks=(4,)),
@@ -686,6 +688,14 @@ class Refused(NamedTuple):
     ranks: int = 2
 
 
+class NormedTwice(Normed):
+    """One norm before the blocks and after them."""
+
+    def build(self) -> None:
+        super().build()
+        self.last = self.statistics
+
+
 REFUSED = {
     "skip": Refused(Skips, "what another stage computes"),
     "skip, sharded": Refused(AddsBetween, "'blocks.2' depends on what another stage computes", SHARDED, ranks=4),
@@ -697,6 +707,7 @@ REFUSED = {
         Collects, r"'blocks\.1' is given what an earlier block was given, too, and has changed in place"
     ),
     "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
+    "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "user's error": Refused(Fails, "the user's own"),
     "fails in backward": Refused(FailsBackward, "in backward"),

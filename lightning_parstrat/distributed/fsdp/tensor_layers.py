@@ -74,7 +74,8 @@ class TensorLayers:
         self.hooks: list[RemovableHandle] = []
         named, kinds = dict(module.named_modules()), set[Any]()
         for one in planned:
-            self.hooks.append(one.layer.register_forward_pre_hook(self._leave))
+            if isinstance(one.style, (ColwiseParallel, RowwiseParallel)):
+                self.hooks.append(one.layer.register_forward_pre_hook(self._leave))
             self.hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
             if one.gives_shards:
                 self.hooks.append(one.layer.register_forward_hook(self._enter))
@@ -119,12 +120,14 @@ class TensorLayers:
     # The first call.
 
     def _check_at_first_call(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module]) -> None:
-        def check(part: nn.Module, args: Any, kwargs: Any) -> None:
-            handle.remove()
-            self._check(part, name, row_wise, (args, kwargs))
+        checked = set[bool]()
 
-        handle = part.register_forward_pre_hook(check, with_kwargs=True)
-        self.hooks.append(handle)
+        def check(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if part.training not in checked:
+                checked.add(part.training)
+                self._check(part, name, row_wise, (args, kwargs))
+
+        self.hooks.append(part.register_forward_pre_hook(check, with_kwargs=True))
 
     @torch.no_grad()
     def _check(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module], inputs: Any) -> None:
@@ -142,6 +145,9 @@ class TensorLayers:
             unit.unshard()
         try:
             part.eval()
+            for inner in training:
+                # Norms of batches take their statistics over all heads in a training alone.
+                inner.training = hasattr(inner, "track_running_stats")
             with torch.autocast(next(part.parameters()).device.type, enabled=False):
                 try:
                     cut = _tensors_of(part, inputs, row_wise, True)
@@ -216,7 +222,8 @@ class TensorLayers:
             raise TensorPlanError(
                 "The ranks that share tensor-parallel layers have different gradients of"
                 f" {listed(differing)}, which the plan leaves whole. Either it is used between layers that"
-                " are cut: leave these out of the plan, or put it in by a style of torch.distributed.tensor.parallel."
+                " are cut: leave these out of the plan, or put it in, as 'replicated_with_grad_allreduce' if it norms"
+                " each head."
                 " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
             )
 
@@ -232,7 +239,7 @@ def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], kee
     """What row-wise layers are given in a call of a module, and what it returns, with its layers cut or whole."""
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     given: list[Tensor] = []
-    with plain(part, keeps_cut), buffers_kept(list(part.buffers())):
+    with plain(part, keeps_cut), buffers_kept(list(part.buffers()), always=True):
         hooks = [one.register_forward_pre_hook(lambda _, args: given.append(args[0]), prepend=True) for one in row_wise]
         try:
             for owner, name, parameter in own:

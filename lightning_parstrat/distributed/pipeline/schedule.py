@@ -175,11 +175,12 @@ class Pipeline:
     ) -> None:
         self.cut, self._stages, self._parts = cut, stages, parts
         self._name, self._micro_batches, self._group, self._device = schedule, micro_batches, group, device
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
+        """This rank among those of the pipeline."""
         self.last_rank = stages.rank_of(stages.count - 1)
         """The rank of the last stage."""
-        self.own = stages.of_rank(self._rank)
-        self.is_last = self._rank == self.last_rank
+        self.own = stages.of_rank(self.rank)
+        self.is_last = self.rank == self.last_rank
         """Whether this rank has the last stage."""
         self._schedules: dict[bool, tuple[Any, list[_Shaped]]] = {}
         """torch's schedules for training and evaluation, and their stages."""

@@ -148,6 +148,10 @@ class ShardedBlocks:
                 parameter.grad = parameter.grad if is_used else None
         if self._layers is not None:
             every: list[Tensor] = [one for block in self.copies.values() for one in block.parameters()]
+            for one in every:
+                if isinstance(one, DTensor) and isinstance(one.grad, DTensor):
+                    # Of a whole layer between cut ones, each rank has a part of the sum.
+                    one.grad = one.grad.redistribute(placements=one.placements)
             own = {one for one in every if one.grad is not None}
             self._layers.compare_gradients(own, of_stage)
 

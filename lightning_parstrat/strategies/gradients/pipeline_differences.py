@@ -1,13 +1,16 @@
 """What a module's first steps in a pipeline show that may differ from steps on the whole batch by one process."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.wording import listed
-from lightning_parstrat.distributed.pipeline.cut_module import left_tensors
+from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, left_tensors
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline
 from lightning_parstrat.distributed.torch_compat import version_of
 
@@ -31,6 +34,7 @@ class Differences:
         self._pipeline, self._micro_batches = pipeline, micro_batches
         self._begun, self._first = set[str](), ""
         self._left_before = dict[str, Tensor]()
+        self._buffers_before = dict[str, tuple[Tensor, Tensor]]()
         self._changed = dict[bool, set[str]]()
         """Buffers and attributes that have changed in the last stage, and before."""
 
@@ -39,6 +43,8 @@ class Differences:
         self._first = "" if name in self._begun else name
         self._begun.add(name)
         self._changed = {True: set(), False: set()}
+        is_trained = self._first == "training_step"
+        self._buffers_before = {n: (one, one.clone()) for n, one in self._module.named_buffers() if is_trained}
 
     @contextmanager
     def watching(self, number: int, is_last: bool) -> Generator[None, None, None]:
@@ -72,6 +78,23 @@ class Differences:
         """What blocks have left on their modules since the second micro-batch began, by its place."""
         found = left_tensors(self._own_blocks)
         return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
+
+    def changed_buffers(self) -> dict[str, int]:
+        """The buffers that the first training step has changed on this rank, by name. Nothing after other steps.
+
+        Returns:
+            For one that the step has replaced, a digest of its values. All ranks may do that alike. For one that was
+            changed in place, a negative number that differs by rank.
+        """
+        found: dict[str, int] = {}
+        now = dict(self._module.named_buffers())
+        for name, (buffer, value) in self._buffers_before.items():
+            if name in now and now[name] is not buffer:
+                found[name] = digest(now[name].tolist())
+            elif not torch.equal(buffer.nan_to_num(), value.nan_to_num()):
+                found[name] = -1 - self._pipeline.rank
+        self._buffers_before = {}
+        return found
 
     def lines(self, returns_no_mean: bool) -> Iterator[str]:
         """What to warn of after a first step. Nothing after others.
@@ -112,6 +135,22 @@ class Differences:
                 " their mean over micro-batches, and not those of the whole batch. Return tensors with an element for"
                 " each sample, or log counts with `reduce_fx='sum'`."
             )
+
+
+def fault_of_buffers(changed: Sequence[Mapping[str, int]]) -> PipelineError | None:
+    """The error for buffers that several ranks have changed, and not alike. None if there are none."""
+    numbers = defaultdict[str, set[int]](set)
+    for of_rank in changed:
+        for name, number in of_rank.items():
+            numbers[name].add(number)
+    several = [name for name, found in numbers.items() if len(found) > 1]
+    if not several:
+        return None
+    return PipelineError(
+        f"Stages on several ranks change {listed(several)}, and each rank keeps its own values: those of a module that"
+        " several stages call, such as one BatchNorm before and after the blocks. Make a module for each call, or take"
+        " a strategy that keeps the module whole."
+    )
 
 
 def _shown(value: Any) -> Any:

@@ -35,7 +35,7 @@ from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, See
 from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
-from lightning_parstrat.strategies.gradients.pipeline_differences import Differences
+from lightning_parstrat.strategies.gradients.pipeline_differences import Differences, fault_of_buffers
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 _SHAPES_KEPT = 64
@@ -58,12 +58,14 @@ class _Told(NamedTuple):
         lines: What to warn of.
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
+        buffers: See :meth:`Differences.changed_buffers`.
     """
 
     fault: str | None
     lines: list[str]
     result: Any
     calls: list[_Call]
+    buffers: dict[str, int]
 
 
 class PipelineSteps:
@@ -276,9 +278,12 @@ class PipelineSteps:
             [*self._differences.lines(no_mean)],
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
+            self._differences.changed_buffers(),
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
+        if (several := fault_of_buffers([one.buffers for one in told])) is not None:
+            raise several
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
