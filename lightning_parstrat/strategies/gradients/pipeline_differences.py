@@ -147,9 +147,9 @@ def fault_of_buffers(changed: Sequence[Mapping[str, int]]) -> PipelineError | No
     if not several:
         return None
     return PipelineError(
-        f"Stages on several ranks change {listed(several)}, and each rank keeps its own values: those of a module that"
-        " several stages call, such as one BatchNorm before and after the blocks. Make a module for each call, or take"
-        " a strategy that keeps the module whole."
+        f"Stages on several ranks change {listed(several)}, and each rank keeps its own values. Several stages call one"
+        " module, such as a BatchNorm before and after the blocks. Make a module for each call, or take a strategy that"
+        " keeps the module whole."
     )
 
 
