@@ -222,8 +222,8 @@ class TensorLayers:
             raise TensorPlanError(
                 "The ranks that share tensor-parallel layers have different gradients of"
                 f" {listed(differing)}, which the plan leaves whole. Either it is used between layers that"
-                " are cut: leave these out of the plan, or put it in, as 'replicated_with_grad_allreduce' if it norms"
-                " each head."
+                " are cut: leave these out of the plan. A norm of each head may be put in, as"
+                " 'replicated_with_grad_allreduce'."
                 " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
             )
 

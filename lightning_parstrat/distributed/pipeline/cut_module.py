@@ -9,7 +9,7 @@ was computed without values must not reach a block or a loss: that is found by i
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.pipeline.no_values import running_step, without_values
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
-from lightning_parstrat.distributed.torch_compat import NO_VALUES, FakeTensor, has_forward_hooks, version_of
+from lightning_parstrat.distributed.torch_compat import (
+    NO_VALUES,
+    FakeTensor,
+    compiled_call,
+    has_forward_hooks,
+    set_compiled_call,
+    version_of,
+)
 
 
 class PipelineError(RuntimeError):
@@ -49,6 +56,8 @@ class _Run:
     ) -> None:
         self.own, self.received, self.shapes, self.is_last, self.seed = own, received, shapes, is_last, seed
         self.next = 0
+        self.eager = ExitStack()
+        """Until its first own block, within which compiled code is not used."""
         self.trains = torch.is_grad_enabled()
         self.stale: list[Any] = []
         """Arguments that blocks of earlier stages have changed in place. Here they are as before."""
@@ -97,8 +106,13 @@ class CutModule:
             self._hooks = [block.register_forward_hook(functools.partial(self._end, n)) for n, block in called]
             called += [(self._names.index(name), block) for name, block in sharded.originals.items()]
         self._had_forward = [(block, vars(block).get("forward")) for _, block in called]
+        # torch would compile the code of a stage, too.
+        self._had_compiled = [(block, call) for _, block in called if (call := compiled_call(block)) is not None]
         for number, block in called:
-            vars(block)["forward"] = functools.partial(self._call, number, block.forward)
+            if (call := compiled_call(block)) is not None:
+                set_compiled_call(block, functools.partial(self._call, number, call))
+            else:
+                vars(block)["forward"] = functools.partial(self._call, number, block.forward)
 
     def close(self) -> None:
         """Gives the blocks their own forward again."""
@@ -109,6 +123,8 @@ class CutModule:
                 vars(block).pop("forward", None)
             else:
                 vars(block)["forward"] = before
+        for block, call in self._had_compiled:
+            set_compiled_call(block, call)
 
     @property
     def hooked(self) -> list[str]:
@@ -222,7 +238,10 @@ class CutModule:
     def _running(self, run: _Run, step: Callable[[], Any], note: Callable[[Any], Any] | None) -> Any:
         self._run, self._note = run, note
         try:
-            with running_step():
+            # Compiled code does not notice that tensors have no values, and would read their memory.
+            with running_step(), run.eager:
+                if run.own.start or note is not None:
+                    run.eager.enter_context(torch.compiler.set_stance("force_eager"))
                 output = step()
         except _Cut as cut:
             return cut.output
@@ -263,6 +282,7 @@ class CutModule:
             run.stale += [given[place] for place in self._changed.get((number, run.trains), ()) if place < len(given)]
             if number == run.own.start - 1:
                 _copy_back(run.outer)
+                run.eager.close()
             run.seed(2 * number + 2)
             return run.returned(number)
         if self._note is not None:
