@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -135,6 +135,8 @@ class ComposedStrategy(DDPStrategy):
         )
         super().__init__(**kwargs)
         self._is_exact = exact_evaluation
+        self._seconds_apart: float | None = None
+        """What a forward that is timed has waited for other ranks. None outside of one."""
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._fit_report = Report(self, self.flag, self._traffic, self._resume.loaded_seconds)
@@ -230,12 +232,25 @@ class ComposedStrategy(DDPStrategy):
         """Runs a forward when all ranks begin theirs. Otherwise an early rank would wait for others within it.
 
         Returns:
-            What it returned, and its seconds without those for which it has gathered parameters. Collective.
+            What it returned, and its seconds without those within :meth:`_apart`. Collective.
         """
         self._ranks.wait_for_all()
+        self._seconds_apart, began = 0.0, self._now()
+        try:
+            output = run()
+            return output, self._now() - began - self._seconds_apart
+        finally:
+            self._seconds_apart = None
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Within it, a forward that is timed waits for other ranks. That does not count as its own time."""
+        if self._seconds_apart is None:
+            yield
+            return
         began = self._now()
-        output = run()
-        return output, self._now() - began
+        yield
+        self._seconds_apart += self._now() - began
 
     def _now(self) -> float:
         """A time in seconds, when the device has done its work."""
@@ -437,7 +452,14 @@ class ComposedStrategy(DDPStrategy):
         if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
             # Lightning divides for a mean, and casts the quotient to the tensor's dtype: here, to an integer.
             tensor = tensor.float()
-        return super().reduce(tensor, group, reduce_op)
+        with self._apart():
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers a tensor of all ranks. Collective."""
+        with self._apart():
+            return super().all_gather(tensor, group, sync_grads)
 
     @override
     def on_train_end(self) -> None:

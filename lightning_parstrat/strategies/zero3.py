@@ -367,16 +367,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        gathers = list[float]()
-
         def time_gather() -> Callable[[], None]:
-            began = self._now()
-            return lambda: gathers.append(self._now() - began)
+            gather = ExitStack()
+            gather.enter_context(self._apart())
+            return gather.close
 
         self._fsdp_module.clock = time_gather
-        output, seconds = super()._timed(run)
-        self._fsdp_module.clock = None
-        return output, seconds - sum(gathers)
+        try:
+            return super()._timed(run)
+        finally:
+            self._fsdp_module.clock = None
 
     @override
     def _module_called(self) -> str:

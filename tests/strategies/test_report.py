@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
@@ -88,6 +89,26 @@ def test_the_line_at_the_end_has_the_time_of_a_step(pool: RankPool, slow: bool, 
     assert loading + computing + waiting == pytest.approx(1, abs=0.02)
     assert float(found["times"]) == pytest.approx(2 * (1 - waiting), abs=0.06)
     assert found["sent"] + " kB" in lines[0] and float(found["sent"]) == pytest.approx(sent / 1000, rel=0.01)
+
+
+class OneIsSlow(zoo.MLP):
+    """Its gradients are few, so that the ranks do not wait for these."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        time.sleep(0.03 * dist.get_rank())
+        return super().training_step(batch, batch_idx)
+
+
+def line_beside_a_slow_rank() -> str:
+    with listening() as lines:
+        make_trainer(zero1(), max_epochs=1).fit(OneIsSlow(), zoo.loader(240, 4, rank=dist.get_rank(), world_size=2))
+    return next((line for line in lines if "per step" in line), "")
+
+
+def test_waiting_for_a_slow_rank_is_said(pool: RankPool) -> None:
+    line, _ = pool.run(2, line_beside_a_slow_rank)
+    found = LINE.fullmatch(line)
+    assert found is not None and int(found["waiting"]) >= 50, line
 
 
 def collate_slowly(samples: list[Tensor]) -> Tensor:

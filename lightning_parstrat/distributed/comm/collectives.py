@@ -26,6 +26,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,11 +210,12 @@ class Collectives(ABC):
         with self._counting:
             self.traffic.bytes_sent += sent
 
-    def wait(self, work: Work) -> None:
-        """Waits, and adds the time to ``traffic.waited_seconds``."""
+    def wait(self, work: Work) -> Any:
+        """Waits, and adds the time to ``traffic.waited_seconds``. Returns what the work returns."""
         began = time.perf_counter()
-        work.wait()
+        result = work.wait()
         self.traffic.waited_seconds += time.perf_counter() - began
+        return result
 
     def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
         return range(0, buffer.numel() + 1, buffer.numel() // self.shard_count) if bounds is None else bounds
