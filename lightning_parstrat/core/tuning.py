@@ -128,9 +128,9 @@ def verdict_on(default: Tried, best: Tried, tolerance: float) -> TuningReport:
     took = f"{1000 * best.seconds:.1f} ms instead of {1000 * default.seconds:.1f}"
     if best.cap is not None and gain > tolerance:
         return TuningReport(
-            verdict="tuned", reason=f"{_size(best.cap)} gains {gain:.1%} of a step ({took})", cap=best.cap
+            verdict="tuned", reason=f"{_size(best.cap)} gains {gain:.1%} of forward and backward ({took})", cap=best.cap
         )
-    reason = f"the best other size, {_size(best.cap)}, gains {gain:.1%} of a step ({took})"
+    reason = f"the best other size, {_size(best.cap)}, gains {gain:.1%} of forward and backward ({took})"
     return TuningReport(verdict="default is best", reason=reason)
 
 

@@ -35,6 +35,7 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
+from lightning_parstrat.distributed.comm.work import waited_seconds, waiting
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
@@ -135,8 +136,8 @@ class ComposedStrategy(DDPStrategy):
         )
         super().__init__(**kwargs)
         self._is_exact = exact_evaluation
-        self._seconds_apart: float | None = None
-        """What a forward that is timed has waited for other ranks. None outside of one."""
+        self._is_timed = False
+        """Whether the seconds of a forward are measured."""
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._fit_report = Report(self, self.flag, self._traffic, self._resume.loaded_seconds)
@@ -213,7 +214,7 @@ class ComposedStrategy(DDPStrategy):
         """Runs before parameters are evaluated, saved or returned, if all ranks can be reached. Collective."""
 
     def _traffic(self) -> Traffic | None:
-        """What this rank has sent so far, and how long it has waited. None if the host cannot see it."""
+        """What this rank has sent so far. None if the host cannot see that, nor how long it has waited."""
         return None
 
     def _module_called(self) -> str:
@@ -232,25 +233,25 @@ class ComposedStrategy(DDPStrategy):
         """Runs a forward when all ranks begin theirs. Otherwise an early rank would wait for others within it.
 
         Returns:
-            What it returned, and its seconds without those within :meth:`_apart`. Collective.
+            What it returned, and its seconds without those in which it has waited for other ranks. Collective.
         """
         self._ranks.wait_for_all()
-        self._seconds_apart, began = 0.0, self._now()
+        self._is_timed, began, waited = True, self._now(), waited_seconds()
         try:
             output = run()
-            return output, self._now() - began - self._seconds_apart
+            return output, self._now() - began - (waited_seconds() - waited)
         finally:
-            self._seconds_apart = None
+            self._is_timed = False
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Within it, a forward that is timed waits for other ranks. That does not count as its own time."""
-        if self._seconds_apart is None:
+    def _waiting(self) -> Iterator[None]:
+        """Within it, this rank waits for others. If a forward is timed, a GPU does its own work before."""
+        if self._is_timed:
+            self._now()
+        with waiting():
             yield
-            return
-        began = self._now()
-        yield
-        self._seconds_apart += self._now() - began
+            if self._is_timed:
+                self._now()
 
     def _now(self) -> float:
         """A time in seconds, when the device has done its work."""
@@ -452,14 +453,26 @@ class ComposedStrategy(DDPStrategy):
         if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
             # Lightning divides for a mean, and casts the quotient to the tensor's dtype: here, to an integer.
             tensor = tensor.float()
-        with self._apart():
+        with self._waiting():
             return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers a tensor of all ranks. Collective."""
-        with self._apart():
+        with self._waiting():
             return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def on_validation_start(self) -> None:
+        """Begins a validation, which no step's time contains."""
+        super().on_validation_start()
+        self._fit_report.pause()
+
+    @override
+    def on_validation_end(self) -> None:
+        """Ends a validation."""
+        super().on_validation_end()
+        self._fit_report.resume()
 
     @override
     def on_train_end(self) -> None:
@@ -525,7 +538,8 @@ class ComposedStrategy(DDPStrategy):
         """Waits for all ranks. Skipped at the end of a save that some ranks did not take part in."""
         # Lightning ends every save with a barrier.
         if not self._checkpoints.leaves_out_barrier(args):
-            super().barrier(*args, **kwargs)
+            with self._waiting():
+                super().barrier(*args, **kwargs)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -156,6 +156,11 @@ class Meetings(Part):
         return dataloader
 
     @property
+    def number(self) -> int:
+        """The number of groups."""
+        return self._groups.copies
+
+    @property
     def traffic(self) -> Traffic:
         """The traffic between groups."""
         return Traffic() if self._outer is None else self._outer.sums.traffic + self._outer.gathers.traffic

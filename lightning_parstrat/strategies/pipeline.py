@@ -178,11 +178,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if grid.data > 1:
             # Stages have different buffers, and all ranks of a stage have the same.
             self._equal.begin()
-        pipelines = f"{counted(grid.data, 'pipeline')} of " if grid.data > 1 else ""
+        pipelines, each = (f"{counted(grid.data, 'pipeline')} of ", " each") if grid.data > 1 else ("", "")
         self._fit_report.say(
             f"{pipelines}{counted(stages.count, 'stage')} of {', '.join(map(str, sizes_of(stages.bounds)))} blocks on"
-            f" {counted(grid.pipeline, 'rank')}; {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')}"
-            f" a batch by {self._policy.schedule}"
+            f" {counted(grid.pipeline, 'rank')}{each};"
+            f" {counted(self._policy.microbatches, 'micro-batch', 'micro-batches')} a batch by {self._policy.schedule}"
         )
 
     def _of_stage(self) -> Collectives:

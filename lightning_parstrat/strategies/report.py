@@ -1,12 +1,10 @@
 """What a fit logs on rank 0: at its start what is sharded, and at its end what a step cost."""
 
 import json
+import operator
 import os
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from typing_extensions import override
 from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import amount, count_of, counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
+from lightning_parstrat.distributed.comm.work import waited_seconds
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
 from lightning_parstrat.strategies.measured import measured_for, memory_of, peak_bytes
@@ -29,9 +28,7 @@ _STEPS_THAT_SETTLE = 3
 """The first steps allocate and plan buckets. They do not count."""
 
 _FEWEST_STEPS = 20
-"""Medians of fewer steps are not reliable."""
-
-_STEPS_KEPT = 1000
+"""Means of fewer steps are not reliable."""
 
 BF16_SAVES_NOTHING = (
     "comm_dtype='bf16' is left out. Between these ranks gradients are summed in fp32 around a ring, which sends as"
@@ -40,17 +37,17 @@ BF16_SAVES_NOTHING = (
 
 
 class _Moment(NamedTuple):
-    """The begin of a step. Seconds and bytes are counted from any time on."""
+    """The begin of a step. Seconds and bytes are counted from any time on, without those of validations."""
 
     global_step: int
     seconds: float
     loaded_seconds: float
     waited_seconds: float
-    bytes_sent: int
+    bytes_sent: float
 
 
 class StepTimes(NamedTuple):
-    """Medians over steps of this rank: seconds of a step, shares of it, and bytes.
+    """Means over steps of this rank: seconds of a step, shares of it, and bytes.
 
     Attributes:
         seconds: From the begin of a step to the begin of the next.
@@ -65,13 +62,14 @@ class StepTimes(NamedTuple):
     sent: float | None
 
     @classmethod
-    def between(cls, moments: Sequence[_Moment], sees_waiting: bool, sees_traffic: bool) -> "StepTimes":
-        """The medians of the steps between moments."""
-        steps = list(pairwise(moments))
-        of_fields = (statistics.median(after[at] - before[at] for before, after in steps) for at in range(1, 5))
-        seconds, loaded, waited, sent = of_fields
+    def between(cls, first: _Moment, last: _Moment, sees_waiting: bool, sees_traffic: bool) -> "StepTimes":
+        """The means over the steps between two moments."""
+        steps, seconds, loaded, waited, sent = (after - before for before, after in zip(first, last, strict=True))
         return cls(
-            seconds, loaded / seconds, waited / seconds if sees_waiting else None, sent if sees_traffic else None
+            seconds / steps,
+            loaded / seconds,
+            waited / seconds if sees_waiting else None,
+            sent / steps if sees_traffic else None,
         )
 
 
@@ -83,7 +81,7 @@ class Report(Part):
     Args:
         strategy: The strategy that it is a part of.
         flag: The strategy's name.
-        traffic: Returns what this rank has sent, and how long it has waited for it. None if the host cannot see that.
+        traffic: Returns what this rank has sent. None if the host cannot see that.
         loaded_seconds: Returns how long it has waited for the loader's batches.
     """
 
@@ -99,7 +97,13 @@ class Report(Part):
         self.chosen: Mapping[str, Any] = {}
         """What ``lightning-parstrat tune`` has measured, if its choice is trained."""
         self._said: set[str] = set()
-        self._moments: deque[_Moment] = deque(maxlen=_STEPS_KEPT)
+        self._steps = 0
+        self._first: _Moment | None = None
+        """The begin of the first step that counts."""
+        self._last: _Moment | None = None
+        self._paused_at: _Moment | None = None
+        self._left_out = _Moment(0, 0.0, 0.0, 0.0, 0.0)
+        """Seconds and bytes of validations."""
 
     def say(self, line: str, warns: bool = False) -> None:
         """Logs a line, unless it has been logged. A tuner's short training would log the same lines before."""
@@ -110,7 +114,7 @@ class Report(Part):
     @override
     def on_train_start(self) -> None:
         """Begins to measure."""
-        self._moments.clear()
+        self._steps, self._first, self._last, self._paused_at = 0, None, None, None
         if self.chosen:
             self._say_choice()
 
@@ -128,22 +132,38 @@ class Report(Part):
 
     def note_step(self) -> None:
         """Call before each batch, and at the end. A step lasts from one change of ``global_step`` to the next."""
-        global_step, traffic = self._trainer.global_step, self._traffic() or Traffic()
         # Micro-batches of one accumulation window belong to one step.
-        if not self._moments or self._moments[-1].global_step != global_step:
-            waited, sent = traffic.waited_seconds, traffic.bytes_sent
-            self._moments.append(_Moment(global_step, time.perf_counter(), self._loaded_seconds(), waited, sent))
+        if self._last is None or self._last.global_step != self._trainer.global_step:
+            self._last, self._steps = self._now(), self._steps + 1
+            if self._steps == 1 + _STEPS_THAT_SETTLE:
+                self._first = self._last
+
+    def _now(self) -> _Moment:
+        sent = (self._traffic() or Traffic()).bytes_sent
+        now = (self._trainer.global_step, time.perf_counter(), self._loaded_seconds(), waited_seconds(), sent)
+        return _Moment(*map(operator.sub, now, self._left_out))
+
+    def pause(self) -> None:
+        """Call when a validation begins. It does not count until :meth:`resume`."""
+        self._paused_at = self._now()
+
+    def resume(self) -> None:
+        """Call when a validation has ended."""
+        if self._paused_at is not None:
+            gone = map(operator.sub, self._now(), self._paused_at)
+            self._left_out = _Moment(*map(operator.add, self._left_out, gone))
+            self._paused_at = None
 
     @override
     def on_train_end(self) -> None:
-        """Logs medians over the last steps, without the first few. Nothing after a short training."""
+        """Logs means over the steps, without the first few. Nothing after a short training."""
         self.note_step()
-        moments, strategy = list(self._moments)[_STEPS_THAT_SETTLE:], self._strategy
-        if len(moments) <= _FEWEST_STEPS:
+        first, last, strategy = self._first, self._last, self._strategy
+        if first is None or last is None or last.global_step - first.global_step < _FEWEST_STEPS:
             return
         sees_traffic = self._traffic() is not None and strategy.world_size > 1
         # On a GPU the streams wait, not the host. Timing them would need synchronization.
-        times = StepTimes.between(moments, sees_traffic and strategy.root_device.type != "cuda", sees_traffic)
+        times = StepTimes.between(first, last, sees_traffic and strategy.root_device.type != "cuda", sees_traffic)
         rank_zero_info(f"{self._flag}: {line_of_steps(times, strategy.world_size, strategy.root_device)}")
         if (target := os.environ.get(MEASURES)) and strategy.is_global_zero:
             known = measured_for(self._module, strategy) | memory_of(self._module, strategy)
@@ -156,13 +176,13 @@ class Report(Part):
 
 
 def line_of_steps(times: StepTimes, ranks: int, device: torch.device) -> str:
-    """The medians of steps: time, its shares with the speed-up that follows, bytes, and the peak memory.
+    """The means of steps: time, its shares with the speed-up that follows, bytes, and the peak memory.
 
     Computing takes what is left of a step. One device would compute, and load, as long for each rank's share of the
     step. So N ranks are N times as fast, by the part of a step in which they do not wait for others.
 
     Args:
-        times: The medians.
+        times: The means.
         ranks: The number of ranks.
         device: The device of the training.
     """
@@ -189,7 +209,7 @@ def _line(
         ranks: The number of ranks.
         what: What is divided among the ranks. Empty if nothing is.
         own: Its bytes on this rank.
-        whole: Its bytes on a rank that has all of it.
+        whole: Its bytes on a rank under `ddp`.
         leaves_out_state: Whether the bytes are without optimizer state, whose size is not known before a step.
         copies: How many groups of ranks hold it.
     """
@@ -197,19 +217,21 @@ def _line(
     plural = "parameter" if parameters == 1 else "parameters"
     start = f"{count_of(parameters)} {plural} on {counted(ranks, 'rank')}{groups}"
     rest = " + optimizer state" if leaves_out_state else ""
+    if not own and not whole:
+        return f"{start}; {what} sharded" if leaves_out_state else f"{start}; no optimizer state: nothing to shard"
     if not what:
         return f"{start}; nothing is sharded: {amount(own)} each{rest}"
-    if not whole:
-        return f"{start}; {what} sharded" if leaves_out_state else f"{start}; no optimizer state: nothing to shard"
-    return (
-        f"{start}; {what} sharded: {amount(own)} each"
-        + (f" instead of {amount(whole)}" if ranks > copies else "")
-        + rest
-    )
+    instead = f" instead of {amount(whole)}" if ranks > copies and whole else ""
+    return f"{start}; {what} sharded: {amount(own)} each{instead}{rest}"
 
 
-def sharded_by(engine: ShardedDataParallel) -> str:
-    """The first line of a fit whose optimizers an engine has sharded. Empty if it has sharded none."""
+def sharded_by(engine: ShardedDataParallel, groups: int = 1) -> str:
+    """The first line of a fit whose optimizers an engine has sharded. Empty if it has sharded none.
+
+    Args:
+        engine: The engine.
+        groups: How many groups of ranks train alone.
+    """
     if not engine.slots:
         return ""
     collectives = engine.reducer.collectives
@@ -220,11 +242,10 @@ def sharded_by(engine: ShardedDataParallel) -> str:
         ratio = state_bytes_per_parameter_byte(sharding.optimizer)
         leaves_out_state |= ratio is None
         for slot in sharding.slots.values():
-            # An optimizer keeps its state in the dtype that it steps.
-            of_element = (ratio or 0.0) * slot.bucket.shard_dtype.itemsize
-            whole += of_element * slot.place.numel
-            own += of_element * owned[slot]
-    what = [] if leaves_out_state and engine.reducer.shards_accumulation else ["optimizer state"]
+            # An optimizer keeps its state in the dtype that it steps. Under `ddp`, that is the parameter's own.
+            whole += (ratio or 0.0) * slot.bucket.dtype.itemsize * slot.place.numel
+            own += (ratio or 0.0) * slot.bucket.shard_dtype.itemsize * owned[slot]
+    what = ["optimizer state"] if whole or (leaves_out_state and not engine.reducer.shards_accumulation) else []
     if engine.reducer.shards_accumulation:
         what.insert(0, "gradients")
         whole += sum(slot.parameter.nbytes for slot in slots)
@@ -233,7 +254,7 @@ def sharded_by(engine: ShardedDataParallel) -> str:
         what.append("masters")
         own += sum(bucket.master.nbytes for bucket in engine.buckets if bucket.master is not None)
     parameters = sum(slot.place.numel for slot in slots)
-    ranks, copies = collectives.world_size, collectives.place.copies
+    ranks, copies = collectives.world_size * groups, collectives.place.copies * groups
     return _line(parameters, ranks, ", ".join(what), own, whole, leaves_out_state, copies)
 
 
@@ -243,6 +264,7 @@ def line_of_training(
     ranks: int,
     own_numel: Callable[[Tensor], int] | None = None,
     copies: int = 1,
+    shards_gradients: bool = True,
 ) -> str:
     """The first line of a fit that divides parameters, gradients and optimizer state, or none of them.
 
@@ -252,6 +274,7 @@ def line_of_training(
         ranks: The number of ranks.
         own_numel: How many elements of a parameter this rank has. None for all.
         copies: How many groups of ranks hold all of it.
+        shards_gradients: Whether gradients are divided, too. Otherwise the bytes are without them.
     """
     ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
 
@@ -263,10 +286,12 @@ def line_of_training(
             for group in optimizer.param_groups
             for one in group["params"]
         ]
-        return sum((2 if one.requires_grad else 1) * size[one] for one in parameters) + sum(of_optimizers)
+        times = 2 if shards_gradients else 1
+        return sum((times if one.requires_grad else 1) * size[one] for one in parameters) + sum(of_optimizers)
 
     count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    what = "weights, gradients" if None in ratios else "weights, gradients, optimizer state"
+    what = "weights, gradients" if shards_gradients else "weights"
+    what += "" if None in ratios else ", optimizer state"
     own = total(own_numel or Tensor.numel)
     whole = total(Tensor.numel) if own_numel else own
     return _line(count, ranks, what if own_numel else "", own, whole, None in ratios, copies)

@@ -283,7 +283,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if self._policy.shard_gradients:
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
-        self._fit_report.say(sharded_by(self._engine))
+        self._fit_report.say(sharded_by(self._engine, 1 if self._meetings is None else self._meetings.number))
         self._fit_report.say(not_sharded(self._engine), warns=True)
         self._fit_report.say(held_elsewhere(self._engine), warns=True)
         if choice == "auto" and exposed and self._engine.slots:

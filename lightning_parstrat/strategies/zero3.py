@@ -57,6 +57,14 @@ from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, Equ
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
 
 
+_OF_A_SHARD = (
+    "was computed from a weight of a block, which is a shard there. For a penalty on weights take the optimizer's"
+    " `weight_decay`. Or compute it within the block's own `forward`, or have the block gathered with all else: by"
+    " `auto_wrap_policy`, or a larger `min_num_params`. A layer of a tensor-parallel plan is a shard everywhere: leave"
+    " it out of the plan."
+)
+
+
 class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3), by torch's FSDP2.
 
@@ -256,7 +264,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Reduces a tensor over all ranks with different data. Collective."""
+        """Reduces a tensor over all ranks with different data. Collective.
+
+        Raises:
+            RuntimeError: The tensor is in shards.
+        """
+        if holds_shards(tensor):
+            raise RuntimeError(f"What is reduced, such as by `self.log(..., sync_dist=True)`, {_OF_A_SHARD}")
         if group is None and self._policy.tensor_parallel_size > 1:
             group = self._same_data.data_group
         return super().reduce(tensor, group, reduce_op)
@@ -277,19 +291,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._fsdp_module.reshard_root()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
-            raise RuntimeError(
-                "What `training_step` returned was computed from a weight of a block, which is a shard there."
-                " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
-                " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger"
-                " `min_num_params`. A layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
-            )
+            raise RuntimeError(f"What `training_step` returned {_OF_A_SHARD}")
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Begins a backward."""
         super().pre_backward(closure_loss)
-        self._fsdp_module.begin_backward(self._accumulation.accumulates)
+        self._fsdp_module.begin_backward(closure_loss, self._accumulation.accumulates)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -369,7 +378,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
         def time_gather() -> Callable[[], None]:
             gather = ExitStack()
-            gather.enter_context(self._apart())
+            gather.enter_context(self._waiting())
             return gather.close
 
         self._fsdp_module.clock = time_gather
@@ -433,8 +442,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
         copies = module_sharding(self._training_module).place.copies
-        line = line_of_training(parameters, optimizers, self.world_size, lambda one: local(one).numel(), copies)
-        self._fit_report.say(line)
+        # Between micro-batches, every rank may keep its whole gradients.
+        is_sharded = self._policy.shard_gradients or self._training_module.trainer.accumulate_grad_batches == 1
+        own = {one: local(one).numel() for one in parameters}
+        self._fit_report.say(
+            line_of_training(parameters, optimizers, self.world_size, own.__getitem__, copies, is_sharded)
+        )
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
         kept_whole = sum(size for size, leaf in leaves if leaf.tensor is leaf.parameter)
         narrow = sum(size for size, leaf in leaves if leaf.tensor.dtype != leaf.parameter.dtype)

@@ -307,6 +307,10 @@ CASES = {
     "meta: made anew, the root too": of_shards(for_shards.RootMakes, needs=CPU),
     # What shards cannot do.
     "shards: a penalty": of_shards(for_shards.Penalised, zero3="was computed from a weight of a block"),
+    "shards: a penalty, logged": of_shards(for_shards.LogsPenalty, zero3="was computed from a weight of a block"),
+    "shards: another size": of_shards(
+        for_shards.MakesIdentity, zero3="'blocks.1.linear.weight' was given another size"
+    ),
     "shards: norms logged": of_shards(for_shards.LogsNorms, zero3="its data is not allocated yet"),
     "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3="setStorage"),
     "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),

@@ -182,6 +182,17 @@ class InSequence(Transformer):
         return super().compute_loss(batch[:, :9])
 
 
+class PenalisesParts(Transformer):
+    """Its loss has what a cut layer returns, of which each rank has a part."""
+
+    def on_train_start(self) -> None:
+        self.blocks[0].up.register_forward_hook(lambda module, args, output: self.parts.append(output))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        self.parts: list[Tensor] = []
+        return super().compute_loss(batch) + 0.1 * sum(part.square().mean() for part in self.parts)
+
+
 class Penalised(Transformer):
     """Its loss has a gradient in it."""
 

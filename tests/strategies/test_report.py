@@ -6,13 +6,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -92,23 +93,100 @@ def test_the_line_at_the_end_has_the_time_of_a_step(pool: RankPool, slow: bool, 
 
 
 class OneIsSlow(zoo.MLP):
-    """Its gradients are few, so that the ranks do not wait for these."""
+    """Its gradients are few, so that the ranks do not wait for these. Every fifth step takes the rank longer."""
+
+    logs = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        time.sleep(0.03 * dist.get_rank())
+        time.sleep((0.1 if batch_idx % 5 == 4 else 0.01) * dist.get_rank())
+        self.log("seen", float(len(batch)), sync_dist=self.logs)
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(1.0)
 
-def line_beside_a_slow_rank() -> str:
+
+class LogsOfAll(OneIsSlow):
+    logs = True
+
+
+SLOW: dict[str, tuple[type[OneIsSlow], dict[str, Any]]] = {
+    "gradients": (OneIsSlow, {}),
+    "logs": (LogsOfAll, {}),
+    "shares": (OneIsSlow, {"rank_shares": [1, 1]}),
+}
+
+
+def line_beside_a_slow_rank(name: str) -> tuple[str, float]:
+    module, arguments = SLOW[name]
+    begins, validations = list[float](), list[float]()
+    watch = LambdaCallback(
+        on_train_batch_start=lambda *_: begins.append(time.perf_counter()),
+        on_validation_end=lambda *_: validations.append(time.perf_counter()),
+    )
+    trainer = make_trainer(ZeRO1Strategy(**arguments), max_epochs=1, callbacks=[watch], val_check_interval=30)
     with listening() as lines:
-        make_trainer(zero1(), max_epochs=1).fit(OneIsSlow(), zoo.loader(240, 4, rank=dist.get_rank(), world_size=2))
-    return next((line for line in lines if "per step" in line), "")
+        trainer.fit(module(), zoo.loader(480, 4), zoo.loader(4, 4))
+    line = next((line for line in lines if "per step" in line), "")
+    validated = sum(begins[3] < one < begins[-1] for one in validations)
+    return line, 1000 * (begins[-1] - begins[3] - validated) / (len(begins) - 4)
 
 
-def test_waiting_for_a_slow_rank_is_said(pool: RankPool) -> None:
-    line, _ = pool.run(2, line_beside_a_slow_rank)
+@pytest.mark.parametrize("name", SLOW)
+def test_waiting_for_a_slow_rank_is_said(pool: RankPool, name: str) -> None:
+    (line, mean), _ = pool.run(2, line_beside_a_slow_rank, name)
     found = LINE.fullmatch(line)
     assert found is not None and int(found["waiting"]) >= 50, line
+    # The mean of steps of 10 and of 100 ms, without a validation.
+    assert float(line.split(": ")[1].split(" ms")[0]) == pytest.approx(mean, rel=0.25), line
+
+
+def first_line(name: str) -> str:
+    strategy, optimizer, arguments, _, _ = FIRST[name]
+    with listening() as lines:
+        train(lambda: zoo.MLP(optimizer), strategy(), 8, **arguments)
+    return next((line for line in lines if " sharded: " in line), "")
+
+
+BF16: dict[str, Any] = {"precision": "bf16-true"}
+ALONE: dict[str, Any] = {"outer_every": 2, "shard_group": 2}
+# The strategy, the optimizer, what the Trainer gets, the number of ranks, and the first line.
+FIRST: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], int, str]] = {
+    "masters": (
+        zero1,
+        torch.optim.Adam,
+        BF16,
+        2,
+        r"optimizer state, masters sharded: 6\.\d+ kB each instead of 4\.1 kB",
+    ),
+    "masters alone": (
+        zero1,
+        torch.optim.SGD,
+        BF16,
+        2,
+        r"1\.02K parameters on 2 ranks; masters sharded: 2\.\d+ kB each",
+    ),
+    "whole gradients": (
+        partial(ZeRO3Strategy, shard_gradients=False),
+        torch.optim.Adam,
+        {"accumulate_grad_batches": 2},
+        2,
+        "; weights, optimizer state sharded: ",
+    ),
+    "groups": (
+        partial(ZeRO1Strategy, **ALONE),
+        torch.optim.Adam,
+        {},
+        4,
+        r"1\.02K parameters on 4 ranks in 2 shard groups; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_line_says_what_a_rank_holds(pool: RankPool, name: str) -> None:
+    line, *_ = pool.run(FIRST[name][3], first_line, name)
+    assert re.search(FIRST[name][4], line), line
 
 
 def collate_slowly(samples: list[Tensor]) -> Tensor:

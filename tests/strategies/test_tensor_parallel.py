@@ -42,6 +42,7 @@ from tests.strategies.tensor_parallel import (
     NormedHeads,
     NormsHeads,
     Penalised,
+    PenalisesParts,
     ReadsHeads,
     StatisticsOfHeads,
     Tied,
@@ -237,6 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str, int]] = {
     "statistics of all heads": (partial(train, with_class("G", attention=StatisticsOfHeads)), OTHERWISE, 2),
     "a norm between": (partial(train, with_class("D", attention=NormedHeads)), APART, 2),
     "a norm between, begins with 0": (partial(train, with_class("E", attention=zeroed(NormedHeads))), APART, 2),
+    "a part in the loss": (partial(train, PenalisesParts), "have different losses. A loss takes a part of the", 2),
     "a gradient in the loss": (partial(train, Penalised), "A loss contains gradients that go through 'blocks.", 2),
     "three ranks": (
         partial(train_on, lambda rank: zoo.loader(32, 8)),

@@ -17,16 +17,13 @@ Gloo's all-reduce, takes two latencies for each rank: milliseconds from a hundre
 """
 
 import functools
-import operator
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +41,7 @@ from lightning_parstrat.distributed.comm.work import (
     Steps,
     Work,
     launch,
+    waiting,
 )
 
 
@@ -92,12 +90,9 @@ class Traffic:
     """What this rank has sent of buckets since it was created."""
 
     bytes_sent: int = 0
-    # Not compared: if two traffics sent the same, they are equal, however long it took.
-    waited_seconds: float = field(default=0.0, compare=False)
-    """Seconds that this host has waited: on CPU, communication that nothing hid. On a GPU, streams wait instead."""
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
+        return Traffic(self.bytes_sent + other.bytes_sent)
 
 
 def existing(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
@@ -193,7 +188,7 @@ class Collectives(ABC):
             device: The device of the data that will be sent.
             reduces: Whether the data will be summed, or only gathered.
         """
-        counted = vars(self.traffic).copy()
+        counted = self.traffic.bytes_sent
         # Several elements a shard: each rank that holds the shard sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
         bounds = self._bounds(buffer, None)
@@ -202,7 +197,7 @@ class Collectives(ABC):
             self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
         else:
             self._all_gather(buffer, bounds).wait()
-        vars(self.traffic).update(counted)
+        self.traffic.bytes_sent = counted
 
     def count(self, sent: int) -> None:
         """Adds the bytes that this rank sends to ``traffic``. Any thread may call it."""
@@ -210,12 +205,10 @@ class Collectives(ABC):
         with self._counting:
             self.traffic.bytes_sent += sent
 
-    def wait(self, work: Work) -> Any:
-        """Waits, and adds the time to ``traffic.waited_seconds``. Returns what the work returns."""
-        began = time.perf_counter()
-        result = work.wait()
-        self.traffic.waited_seconds += time.perf_counter() - began
-        return result
+    def wait(self, work: Work) -> None:
+        """Waits, and counts the time as waiting for other ranks."""
+        with waiting():
+            work.wait()
 
     def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
         return range(0, buffer.numel() + 1, buffer.numel() // self.shard_count) if bounds is None else bounds

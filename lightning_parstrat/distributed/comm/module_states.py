@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.comm.work import marked, waiting
 from lightning_parstrat.distributed.torch_compat import copy_all, names_ignored_by_ddp
 
 _TOGETHER_BYTES = 250 * 2**20
@@ -23,7 +23,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
     """Copies rank 0's tensors to all. Collective. Each byte is sent once per rank, in messages of up to 250 MB."""
     detached = [tensor.detach() for tensor in tensors if tensor.numel()]
     if detached and dist.get_world_size(group) > 1:
-        with marked("lightning_parstrat: broadcast tensors of the module"):
+        with marked("lightning_parstrat: broadcast tensors of the module"), waiting():
             for together in _travel_together(detached):
                 parts = [tensor.reshape(-1) for tensor in together]
                 # Gloo sends memory, whatever the strides.

@@ -6,6 +6,7 @@ that waits for the exchange runs it, or separate threads do.
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,38 @@ def marked(name: str) -> AbstractContextManager[object]:
     microseconds without a trace, and a step has several marks per bucket. Checking first takes a tenth of one.
     """
     return record_function(name) if profiler_is_enabled() else _UNMARKED
+
+
+class _Waits(threading.local):
+    """How long a thread has waited for other ranks, and whether it waits now."""
+
+    seconds = 0.0
+    is_waiting = False
+
+
+_WAITS = _Waits()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Within it, this thread waits for other ranks: see :func:`waited_seconds`. Not collective."""
+    if _WAITS.is_waiting:
+        yield
+        return
+    _WAITS.is_waiting, began = True, time.perf_counter()
+    try:
+        yield
+    finally:
+        _WAITS.is_waiting = False
+        _WAITS.seconds += time.perf_counter() - began
+
+
+def waited_seconds() -> float:
+    """How long this thread has waited for other ranks so far: on CPU, communication that nothing hid.
+
+    On a GPU, streams wait instead.
+    """
+    return _WAITS.seconds
 
 
 class Work(Protocol):
@@ -158,11 +191,12 @@ class Exchange:
         Raises:
             RuntimeError: A step failed, for instance because another rank has ended. Raised in every call.
         """
-        if self._running is not None:
-            with self._running:
-                pass
-        while not self.has_ended:
-            self.go_on()
+        with waiting():
+            if self._running is not None:
+                with self._running:
+                    pass
+            while not self.has_ended:
+                self.go_on()
         if self._error is not None:
             raise RuntimeError(f"An exchange between ranks failed: {self._error}") from self._error
         return self._result

@@ -278,7 +278,7 @@ class ShardedDataParallel:
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic and waits of this rank so far, gradients and parameters together."""
+        """The traffic of this rank so far, gradients and parameters together."""
         return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
 
     def close(self, failed: bool = False) -> None:

@@ -309,8 +309,7 @@ class GradientReducer:
     def _settle(self, backward: _Backward, message: Exchange) -> None:
         """Receives which parameters any rank has used, and sends the gradients that any rank has."""
         with marked("lightning_parstrat: wait for control message"):
-            # Ranks that are early wait here for late ones.
-            agreed: Content = self.collectives.wait(message)
+            agreed: Content = message.wait()
         if not agreed.is_alike:
             raise NoCollectivesError(
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"

@@ -396,12 +396,13 @@ class ShardedModule:
 
     # Training steps.
 
-    def begin_backward(self, accumulates: bool) -> None:
+    def begin_backward(self, loss: Tensor, accumulates: bool) -> None:
         """Call before every backward whose gradients :meth:`end_backward` is to complete.
 
         If it runs through gradients, it is collective: all ranks gather the parameters from which they were computed.
 
         Args:
+            loss: The tensor on which backward is called.
             accumulates: Whether a later backward ends the window. Gradients accumulate in shards, or stay unreduced
                 and whole on every rank, as the policy says.
         """
@@ -414,6 +415,8 @@ class ShardedModule:
             # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
         self._backwards += 1
+        if self._cut is not None:
+            self._cut.note_loss(loss)
         keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
         cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
         for number in sorted(self._run_through):

@@ -38,6 +38,9 @@ _TOLERANCE = 1e-3
 _DIFFERENCE = 1e-2
 """Of the norm of a gradient."""
 
+_DIFFERENCE_OF_LOSS = 1e-4
+"""Of a loss. The ranks compute it from the same numbers."""
+
 _ROUNDING = 1e-5
 """Of the largest norm of a gradient. Smaller gradients may be nothing but roundings."""
 
@@ -70,6 +73,8 @@ class TensorLayers:
         cut = {parameter for one in planned for parameter in one.layer.parameters()}
         self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter not in cut}
         self._compared: Counter[str] = Counter()
+        self._loss = torch.zeros(())
+        """The sum of the losses of this step."""
         self._group = next(one.device_mesh for one in cut if isinstance(one, DTensor)).get_group("tensor")
         self.hooks: list[RemovableHandle] = []
         named, kinds = dict(module.named_modules()), set[Any]()
@@ -190,18 +195,23 @@ class TensorLayers:
 
     # Gradients.
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Adds a loss to those that are compared when the step ends. Not collective."""
+        self._loss = self._loss + loss.detach().float().sum()
+
     @torch.no_grad()
     def compare_gradients(self, used: set[Tensor], control: Collectives) -> None:
-        """Compares gradients of whole layers that are larger than roundings. Collective, in the first steps of each.
+        """Compares losses, and gradients of whole layers if these are no roundings. Collective, in the first steps.
 
         Args:
             used: Parameters that some rank has used in this step, the same on all ranks.
             control: Works on host memory.
 
         Raises:
-            TensorPlanError: Gradients differ. Raised on all ranks.
+            TensorPlanError: They differ. Raised on all ranks.
         """
         self._regions.clear()
+        loss, self._loss = self._loss, torch.zeros(())
         found = {
             name: one for name, one in self._whole.items() if one in used and self._compared[name] < _COMPARED_STEPS
         }
@@ -210,14 +220,22 @@ class TensorLayers:
         self._compared.update(found.keys())
         norms = [torch.zeros(()) if one.grad is None else local(one.grad).float().norm() for one in found.values()]
         device = next(iter(found.values())).device
-        most, least = torch.stack([norm.to(device) for norm in norms]).repeat(2, 1)
+        most, least = torch.stack([norm.to(device) for norm in (*norms, loss)]).repeat(2, 1)
         for extreme, op in ((most, dist.ReduceOp.MAX), (least, dist.ReduceOp.MIN)):
             dist.all_reduce(extreme, op=op, group=self._group)
-        differs = (most > _ROUNDING * most.max()) & (most - least > _DIFFERENCE * most)
+        differs = (most > _ROUNDING * most[:-1].max()) & (most - least > _DIFFERENCE * most)
+        differs[-1] = most[-1] - least[-1] > _DIFFERENCE_OF_LOSS * most[-1].abs()
         # Ranks that share other layers have other shards of these.
         differs = differs.to(torch.uint8).cpu()
         control.all_reduce(differs, op=dist.ReduceOp.MAX).wait()
-        differing = [name for name, is_different in zip(found, differs.tolist(), strict=True) if is_different]
+        *of_norms, is_other_loss = differs.tolist()
+        differing = [name for name, is_different in zip(found, of_norms, strict=True) if is_different]
+        if is_other_loss and not differing:
+            raise TensorPlanError(
+                "The ranks that share tensor-parallel layers have different losses. A loss takes a part of the"
+                " features, such as by a hook on a layer that is cut. Take what the row-wise layer returns, or leave"
+                " the layer out of the plan."
+            )
         if differing:
             raise TensorPlanError(
                 "The ranks that share tensor-parallel layers have different gradients of"

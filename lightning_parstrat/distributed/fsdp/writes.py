@@ -54,6 +54,11 @@ class Writes:
     @torch.no_grad()
     def _keep(self, number: int, own: list[tuple[Tensor, Tensor]]) -> None:
         """Copies this rank's elements of gathered parameters into its shards, or notes that they would be rounded."""
+        for parameter, one in own:
+            if local(parameter).numel() != one.numel():
+                name = next(name for name, known, _ in self._storages if known is parameter)
+                # Such as `torch.nn.init.eye_`, which gives its result to `out`.
+                raise refusal(f"{name!r} was given another size")
         exact = [(local(parameter).view(-1), one) for parameter, one in own if parameter.dtype == one.dtype]
         if exact:
             copy_all(*map(list, zip(*exact, strict=True)))

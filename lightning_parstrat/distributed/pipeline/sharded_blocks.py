@@ -5,7 +5,7 @@ themselves have no values meanwhile: they show shapes, and become whole again.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -126,17 +126,18 @@ class ShardedBlocks:
         for block in self._sharded:
             block.reshard()
 
-    def reduce(self, replicas: Collectives, of_stage: Collectives) -> None:
+    def reduce(self, losses: Iterable[Tensor], replicas: Collectives, of_stage: Collectives) -> None:
         """Leaves the means of a step's gradients in the shards, and frees gathered parameters.
 
         Collective among the ranks of a stage. Those with other data send the bytes of the blocks.
 
         Args:
+            losses: Those of the step, in the last stage.
             replicas: The ranks with other data. Messages are in host memory.
             of_stage: The ranks of the stage. Messages are in host memory.
 
         Raises:
-            TensorPlanError: Ranks that share layers have different gradients of whole ones.
+            TensorPlanError: Ranks that share layers have different losses, or different gradients of whole layers.
         """
         self._zeroed.clear()
         for block in self._sharded:
@@ -153,6 +154,8 @@ class ShardedBlocks:
                     # Of a whole layer between cut ones, each rank has a part of the sum.
                     one.grad = one.grad.redistribute(placements=one.placements)
             own = {one for one in every if one.grad is not None}
+            for loss in losses:
+                self._layers.note_loss(loss)
             self._layers.compare_gradients(own, of_stage)
 
     @contextmanager

@@ -149,7 +149,7 @@ class PipelineSteps:
         # In its first step, FSDP2 cannot reduce what has not run.
         if sharded is not None and (self.has_trained or not any_rank(self._pipeline.fault is not None, self._replicas)):
             try:
-                sharded.reduce(self._replicas, self._of_stage)
+                sharded.reduce([value for value, _ in losses.values()], self._replicas, self._of_stage)
             except ValueError as error:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
