@@ -1,5 +1,6 @@
 """``ddp_tuned``: torch DDP with a measured choice of bucket sizes."""
 
+import os
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
-from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
+from lightning_parstrat.core.tuning import MEASURES, CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook
@@ -118,7 +119,8 @@ class TunedDDPStrategy(ComposedStrategy):
         # Lightning sends a static graph's first gradients itself, once in a reducer's life.
         self._pl_static_graph_delay_done = False
         self._report = self._tuner = None
-        if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
+        # `lightning-parstrat tune` takes fewer steps than the sizes need.
+        if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1 or MEASURES in os.environ:
             return
         reason = self._reason_not_to_tune(sent)
         if reason is not None:

@@ -163,6 +163,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self.flag = "zero2_custom"
         self._kept_whole_for: list[str] = []
         self._engine: ShardedDataParallel | None = None
+        self._earlier_traffic = Traffic()
+        """That of engines of earlier optimizers."""
         self._in_training = False
         self._failed = False
         super().__init__(**kwargs)
@@ -259,7 +261,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _traffic(self) -> Traffic | None:
         if self._engine is None:
             return None
-        return self._engine.traffic if self._meetings is None else self._engine.traffic + self._meetings.traffic
+        own = self._earlier_traffic + self._engine.traffic
+        return own if self._meetings is None else own + self._meetings.traffic
 
     @override
     def _end_step(self, signals: int) -> int:
@@ -405,6 +408,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._earlier_traffic += engine.traffic
             engine.close(self._failed)
 
 

@@ -25,8 +25,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": functools.partial(ColwiseParallel, output_layouts=Replicate()),
     "embedding_rowwise": functools.partial(RowwiseParallel, input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
-    # For a norm of each head: ranks have its weight whole, and sum its gradients.
-    "replicated_with_grad_allreduce": functools.partial(SequenceParallel, use_local_output=True),
+    # For a norm of each head: ranks have its weight whole, and sum its gradients. Any dimension but the last will do.
+    "replicated_with_grad_allreduce": functools.partial(SequenceParallel, sequence_dim=0, use_local_output=True),
 }
 """torch's style for each name of Hugging Face's. Other names of theirs are of layers that torch has no style for."""
 
