@@ -19,7 +19,6 @@ from benchmarks.emulated import EmulatedDecoder
 from benchmarks.gpt import Decoder, RandomTokens
 from benchmarks.peers import SINGLE_PROCESS, WHOLE_BATCH, make_module, make_strategy, reason_to_leave_out
 from benchmarks.quiet import QUIET
-from lightning_parstrat.distributed.comm.collectives import Traffic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +62,13 @@ class Stopwatch(Callback):
         self.started = self.seconds = 0.0
         self.sent_at_start: int | None = None
         self.sent: int | None = None
-        self.traffic_at_start: Traffic | None = None
+        self.handed_at_start: int | None = None
         self.payload: dict[str, Any] | None = None
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.steps == self.warm_up:
-            self.traffic_at_start = _payload_counters(trainer)
+            engine = getattr(trainer.strategy, "_engine", None)
+            self.handed_at_start = None if engine is None else engine.bytes_sent
             self.sent_at_start = _bytes_sent()
             self.started = time.perf_counter()
         elif self.steps == self.warm_up + self.timed:
@@ -80,26 +80,17 @@ class Stopwatch(Callback):
         sent = _bytes_sent()
         if sent is not None and self.sent_at_start is not None:
             self.sent = round((sent - self.sent_at_start) / self.timed * trainer.accumulate_grad_batches)
-        if self.traffic_at_start is not None:
-            self.payload = _payload(trainer, self.traffic_at_start, self.timed // trainer.accumulate_grad_batches)
+        if self.handed_at_start is not None:
+            # What this rank's collectives were handed per optimizer step.
+            trainer.strategy._engine.gatherer.finish()
+            handed = trainer.strategy._engine.bytes_sent - self.handed_at_start
+            self.payload = {"bytes_sent": handed / (self.timed // trainer.accumulate_grad_batches)}
 
 
 def _bytes_sent() -> int | None:
     """What has left this node by the interface that Gloo was told to use; by all of the node's ranks."""
     counter = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics", "tx_bytes")
     return int(counter.read_text()) if counter.is_file() else None
-
-
-def _payload_counters(trainer: Trainer) -> Traffic | None:
-    engine = getattr(trainer.strategy, "_engine", None)
-    return None if engine is None else engine.traffic
-
-
-def _payload(trainer: Trainer, before: Traffic, steps: int) -> dict[str, Any]:
-    """What this rank's collectives were handed per optimizer step."""
-    engine = trainer.strategy._engine
-    engine.gatherer.finish()
-    return {name: (last - vars(before)[name]) / steps for name, last in vars(engine.traffic).items()}
 
 
 class StepTimes(Callback):

@@ -33,7 +33,6 @@ from lightning_parstrat.core.policy import (
     NonfiniteGradients,
     RankShares,
 )
-from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.distributed.comm.work import waited_seconds, waiting
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
@@ -140,7 +139,7 @@ class ComposedStrategy(DDPStrategy):
         """Whether the seconds of a forward are measured."""
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
         self._resume = Resume(self, self._ranks)
-        self._fit_report = Report(self, self.flag, self._traffic, self._resume.loaded_seconds)
+        self._fit_report = Report(self, self.flag, self._bytes_sent, self._resume.loaded_seconds)
         hooks = GradientHooks(
             self._watch, self._step_gradients, self._end_backward, self._before_step, self._fit_report.say
         )
@@ -213,7 +212,7 @@ class ComposedStrategy(DDPStrategy):
     def _synchronize_parameters(self) -> None:
         """Runs before parameters are evaluated, saved or returned, if all ranks can be reached. Collective."""
 
-    def _traffic(self) -> Traffic | None:
+    def _bytes_sent(self) -> int | None:
         """What this rank has sent so far. None if the host cannot see that, nor how long it has waited."""
         return None
 

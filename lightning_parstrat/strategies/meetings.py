@@ -27,7 +27,6 @@ from lightning_parstrat.distributed.comm.agreement import (
     topology_of_ranks,
 )
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.liveness import is_of_a_collective, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, broadcast_tensors
 from lightning_parstrat.distributed.comm.process_groups import subgroup, watching
@@ -161,9 +160,9 @@ class Meetings(Part):
         return self._groups.copies
 
     @property
-    def traffic(self) -> Traffic:
-        """The traffic between groups."""
-        return Traffic() if self._outer is None else self._outer.sums.traffic + self._outer.gathers.traffic
+    def bytes_sent(self) -> int:
+        """What this rank has sent to other groups."""
+        return 0 if self._outer is None else self._outer.sums.bytes_sent + self._outer.gathers.bytes_sent
 
     def adopt_parameters(self) -> None:
         """Copies the parameters that are about to be trained for the first time. Call it before each forward."""

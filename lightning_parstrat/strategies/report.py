@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import amount, count_of, counted
-from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.work import waited_seconds
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.state import state_bytes_per_parameter_byte
@@ -81,7 +80,7 @@ class Report(Part):
     Args:
         strategy: The strategy that it is a part of.
         flag: The strategy's name.
-        traffic: Returns what this rank has sent. None if the host cannot see that.
+        bytes_sent: Returns what this rank has sent. None if the host cannot see that.
         loaded_seconds: Returns how long it has waited for the loader's batches.
     """
 
@@ -89,11 +88,11 @@ class Report(Part):
         self,
         strategy: DDPStrategy,
         flag: str,
-        traffic: Callable[[], Traffic | None],
+        bytes_sent: Callable[[], int | None],
         loaded_seconds: Callable[[], float],
     ) -> None:
         super().__init__(strategy)
-        self._flag, self._traffic, self._loaded_seconds = flag, traffic, loaded_seconds
+        self._flag, self._bytes_sent, self._loaded_seconds = flag, bytes_sent, loaded_seconds
         self.chosen: Mapping[str, Any] = {}
         """What ``lightning-parstrat tune`` has measured, if its choice is trained."""
         self._said: set[str] = set()
@@ -139,8 +138,8 @@ class Report(Part):
                 self._first = self._last
 
     def _now(self) -> _Moment:
-        sent = (self._traffic() or Traffic()).bytes_sent
-        now = (self._trainer.global_step, time.perf_counter(), self._loaded_seconds(), waited_seconds(), sent)
+        loaded, sent = self._loaded_seconds(), self._bytes_sent() or 0
+        now = (self._trainer.global_step, time.perf_counter(), loaded, waited_seconds(), sent)
         return _Moment(*map(operator.sub, now, self._left_out))
 
     def pause(self) -> None:
@@ -161,7 +160,7 @@ class Report(Part):
         first, last, strategy = self._first, self._last, self._strategy
         if first is None or last is None or last.global_step - first.global_step < _FEWEST_STEPS:
             return
-        sees_traffic = self._traffic() is not None and strategy.world_size > 1
+        sees_traffic = self._bytes_sent() is not None and strategy.world_size > 1
         # On a GPU the streams wait, not the host. Timing them would need synchronization.
         times = StepTimes.between(first, last, sees_traffic and strategy.root_device.type != "cuda", sees_traffic)
         rank_zero_info(f"{self._flag}: {line_of_steps(times, strategy.world_size, strategy.root_device)}")

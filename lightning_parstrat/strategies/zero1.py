@@ -29,7 +29,6 @@ from lightning_parstrat.core.policy import (
     ShardingPolicy,
     WrapPolicy,
 )
-from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.strategies.base import ComposedStrategy
@@ -163,8 +162,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self.flag = "zero2_custom"
         self._kept_whole_for: list[str] = []
         self._engine: ShardedDataParallel | None = None
-        self._earlier_traffic = Traffic()
-        """That of engines of earlier optimizers."""
+        self._sent_before = 0
+        """What engines of earlier optimizers have sent."""
         self._in_training = False
         self._failed = False
         super().__init__(**kwargs)
@@ -258,11 +257,11 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._engine.follow_first_backward()
 
     @override
-    def _traffic(self) -> Traffic | None:
+    def _bytes_sent(self) -> int | None:
         if self._engine is None:
             return None
-        own = self._earlier_traffic + self._engine.traffic
-        return own if self._meetings is None else own + self._meetings.traffic
+        own = self._sent_before + self._engine.bytes_sent
+        return own if self._meetings is None else own + self._meetings.bytes_sent
 
     @override
     def _end_step(self, signals: int) -> int:
@@ -408,7 +407,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._earlier_traffic += engine.traffic
+            self._sent_before += engine.bytes_sent
             engine.close(self._failed)
 
 

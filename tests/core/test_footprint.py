@@ -91,7 +91,7 @@ class Held(Callback):
             # What is on its way is not held between batches, but while it travels.
             engine.reducer.complete()
             engine.gatherer.finish()
-            total, self.total = self.total, engine.traffic.bytes_sent
+            total, self.total = self.total, engine.bytes_sent
             self.sent.nbytes = self.total - total
         # Adam has its state since the first step.
         if batch_idx >= FIRST:

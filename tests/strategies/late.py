@@ -110,12 +110,20 @@ class LateCollectives(Collectives):
     """
 
     def __init__(self, inner: Collectives, by_itself: bool) -> None:
-        super().__init__(inner.group, inner.shard_groups)
         self.inner, self.by_itself = inner, by_itself
+        super().__init__(inner.group, inner.shard_groups)
         DRAW.seed(dist.get_rank())
-        self.traffic, self.widens = inner.traffic, inner.widens
+        self.widens = inner.widens
         self.launched: Counter[str] = Counter()
         self._stream: Any = None
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, sent: int) -> None:
+        self.inner.bytes_sent = sent
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:

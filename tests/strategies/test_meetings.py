@@ -187,7 +187,7 @@ class Sent(Callback):
         self.bytes: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.bytes.append(2 * trainer.strategy._meetings._outer.sums.traffic.bytes_sent)
+        self.bytes.append(2 * trainer.strategy._meetings._outer.sums.bytes_sent)
 
 
 def sent_in_a_round(size: int) -> tuple[float, float]:

@@ -99,7 +99,7 @@ class NativeCollectives(Collectives):
             if not is_even:
                 work.wait()
                 work = self._pass_on(sums, equal, shard, bounds)
-                self.traffic.bytes_sent += self._bytes_away(sums, equal, bounds)
+                self.bytes_sent += self._bytes_away(sums, equal, bounds)
             if self.place.copies > 1:
                 work.wait()
                 work = self._sum_between_groups(shard)
@@ -112,7 +112,7 @@ class NativeCollectives(Collectives):
             return DONE
         if self.widens:
             buffer = buffer.to(shard.dtype)
-        self.traffic.bytes_sent += buffer.nbytes - shard.numel() * buffer.element_size()
+        self.bytes_sent += buffer.nbytes - shard.numel() * buffer.element_size()
         if shard.dtype != buffer.dtype:
             return Exchange(self._exchange_and_sum(buffer, shard))
         group = existing(self._mates_group)
@@ -128,7 +128,7 @@ class NativeCollectives(Collectives):
         pieces = [stop - start for start, stop in pairwise(piece_bounds(shard.numel(), self.place.copies))]
         # As between CPUs: each rank sums a piece and sends the others the sum. No way sends less.
         sent = (self.place.copies - 2) * pieces[self.place.copy] + shard.numel()
-        self.traffic.bytes_sent += sent * shard.element_size()
+        self.bytes_sent += sent * shard.element_size()
         # Made at the first sum: parameters are only gathered.
         holders = subgroup(self.group, self.shard_groups.holders(self.rank))
         return holders.allreduce([real_view(shard)])
@@ -146,11 +146,11 @@ class NativeCollectives(Collectives):
         with self._beside(buffer.device):
             self._pass_on(stepped, bounds, part, equal).wait()
             work = self._gather_evenly(buffer, part)
-        self.traffic.bytes_sent += self._bytes_away(stepped, bounds, equal)
+        self.bytes_sent += self._bytes_away(stepped, bounds, equal)
         return Transfers([work], buffer, part)
 
     def _gather_evenly(self, buffer: Tensor, part: Tensor) -> Work:
-        self.traffic.bytes_sent += buffer.nbytes - part.nbytes
+        self.bytes_sent += buffer.nbytes - part.nbytes
         group = existing(self._mates_group)
         return _all_gather_single(real_view(buffer), real_view(part), group=group, async_op=True)
 

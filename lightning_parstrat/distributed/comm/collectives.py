@@ -21,7 +21,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count, pairwise
 
@@ -85,16 +84,6 @@ def doubling_steps(rank: int, world_size: int) -> Sequence[tuple[int, bool, bool
     return found
 
 
-@dataclass
-class Traffic:
-    """What this rank has sent of buckets since it was created."""
-
-    bytes_sent: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.bytes_sent + other.bytes_sent)
-
-
 def existing(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
     """The process group behind a weak reference.
 
@@ -136,7 +125,8 @@ class Collectives(ABC):
         self.shard_count = len(self.mates)
         # Weak, so that torch alone keeps the group alive: see `process_groups.py`.
         self._group = weakref.ref(group)
-        self.traffic = Traffic()
+        self.bytes_sent = 0
+        """What this rank has sent of buckets."""
         self._counting = threading.Lock()
 
     def __deepcopy__(self, _: object) -> "Collectives":
@@ -188,7 +178,7 @@ class Collectives(ABC):
             device: The device of the data that will be sent.
             reduces: Whether the data will be summed, or only gathered.
         """
-        counted = self.traffic.bytes_sent
+        counted = self.bytes_sent
         # Several elements a shard: each rank that holds the shard sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
         bounds = self._bounds(buffer, None)
@@ -197,13 +187,13 @@ class Collectives(ABC):
             self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
         else:
             self._all_gather(buffer, bounds).wait()
-        self.traffic.bytes_sent = counted
+        self.bytes_sent = counted
 
     def count(self, sent: int) -> None:
-        """Adds the bytes that this rank sends to ``traffic``. Any thread may call it."""
+        """Adds the bytes that this rank sends to ``bytes_sent``. Any thread may call it."""
         # A thread may launch the second level of an exchange while the main thread launches the first of the next.
         with self._counting:
-            self.traffic.bytes_sent += sent
+            self.bytes_sent += sent
 
     def wait(self, work: Work) -> None:
         """Waits, and counts the time as waiting for other ranks."""

@@ -27,7 +27,7 @@ from lightning_parstrat.distributed.comm.agreement import (
     topology_of_ranks,
 )
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors, refuse_captured_graphs
@@ -277,9 +277,9 @@ class ShardedDataParallel:
         return self.reducer.shards_accumulation
 
     @property
-    def traffic(self) -> Traffic:
-        """The traffic of this rank so far, gradients and parameters together."""
-        return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
+    def bytes_sent(self) -> int:
+        """What this rank has sent so far, gradients and parameters together."""
+        return self.reducer.collectives.bytes_sent + self.gatherer.collectives.bytes_sent
 
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
