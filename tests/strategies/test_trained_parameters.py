@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat import TunedDDPStrategy
@@ -399,3 +400,28 @@ def run_backward_in_test() -> bool:
 
 def test_a_backward_outside_of_training_is_left_alone(pool: RankPool) -> None:
     assert all(pool.run(2, run_backward_in_test))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Parametrizes(zoo.MLP):
+    """torch gives the parameter another memory, and so another node of the graph."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2 and self.current_epoch == 0:
+            register_parametrization(self.net[0], "weight", Doubled())
+
+
+def parametrize(flags: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        train(lambda: Parametrizes(), TunedDDPStrategy(**flags))
+    return str(caught.value)
+
+
+def test_a_gradient_that_ddp_does_not_notice_is_an_error(pool: RankPool) -> None:
+    for flags in ({}, UNUSED):
+        for said in pool.run(2, parametrize, flags):
+            assert "its memory was replaced in the training, as `register_parametrization` and" in said

@@ -135,14 +135,14 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
 
 
 HERE = r"at test_waits\.py:\d+"
-SLEEPS = rf"for rank 1, which is in `training_step` \(step 2, batch 3\) {HERE}\."
+SLEEPS = rf"for rank 1, which is in `training_step` \(step 2, batch 2\) {HERE}\."
 LATE = rf"for rank 1, which is in `on_train_batch_end` \(.*\) {HERE}\."
 SAID = {
-    ("zero1_custom", "sleeps"): rf"in `\w+` \(step 2, batch 3\) at \S+ {SLEEPS}",
-    ("ddp_tuned", "sleeps"): rf"in `backward` \(step 2, batch 3\) at \S+ {SLEEPS}",
+    ("zero1_custom", "sleeps"): rf"in `\w+` \(step 2, batch 2\) at \S+ {SLEEPS}",
+    ("ddp_tuned", "sleeps"): rf"in `backward` \(step 2, batch 2\) at \S+ {SLEEPS}",
     ("ddp_tuned", "is stopped"): r"in .* for rank 1, which has given no sign of life for \d+ s or more .*stopped",
-    ("zero1_custom", "logs"): rf"in `training_step` \(step 2, batch 3\) {HERE} {SLEEPS}",
-    ("ddp_tuned", "own collective"): rf"in `training_step` \(step 2, batch 3\) {HERE} {SLEEPS}",
+    ("zero1_custom", "logs"): rf"in `training_step` \(step 2, batch 2\) {HERE} {SLEEPS}",
+    ("ddp_tuned", "own collective"): rf"in `training_step` \(step 2, batch 2\) {HERE} {SLEEPS}",
     ("zero1_custom", "saves"): rf"in `trainer\.save_checkpoint\(\)` \(step 2, .*\) {HERE} {LATE} ",
     ("zero1_custom", "states"): rf"in `optimizer\.state_dict\(\)` \(step 2, .*\) {HERE} {LATE} Call it on all",
     ("zero3_custom", "shows"): rf"in `strategy\.full_parameters\(\)` \(step 2, .*\) {HERE} {LATE} Enter it on all",

@@ -74,6 +74,8 @@ class TrainedParameters:
         # All parameters that the wrapper has made equal on all ranks.
         self._equal = set(ddp.module.parameters())
         self._names: dict[Tensor, str] = {}
+        self._accumulators: dict[Tensor, Any] = {}
+        """The nodes of the graph by which the reducer notices gradients."""
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._fired: set[Tensor] = set()
         self._sends = False
@@ -205,6 +207,7 @@ class TrainedParameters:
         self._names = {**{one: self._names.get(one, "") for one in self.sent}, **names}
         self._removed = [one for one in self.sent if one not in names]
         self._equal &= set(self._names)
+        self._check_accumulators()
         beside = names.keys() - self.sent.keys()
         for parameter in self._hooks.keys() - beside:
             self._hooks.pop(parameter).remove()
@@ -214,6 +217,19 @@ class TrainedParameters:
                 with suppress(RuntimeError), trainable([parameter]):
                     note = self._fired.add
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def _check_accumulators(self) -> None:
+        """Raises an error if the reducer does not notice a parameter's gradient any longer."""
+        for one in (one for one in self.sent if one.requires_grad):
+            with torch.enable_grad():
+                view: Any = one.view_as(one)
+            node = view.grad_fn.next_functions[0][0]
+            if self._accumulators.setdefault(one, node) is not node:
+                raise RuntimeError(
+                    f"{self._label(one)}: its memory was replaced in the training, as `register_parametrization` and"
+                    " `Tensor.set_` do. DDP does not notice its gradient any longer. Do that before the training, or"
+                    " take `strategy='zero1_custom'`."
+                )
 
     def _found_beside(self) -> list[Tensor]:
         chosen = self._fired & self._hooks.keys()
@@ -250,7 +266,7 @@ class TrainedParameters:
         if not sent or not all_have_same(digest([self._label(one) for one in sent]), self._control):
             return False
         exchange_reducer(ddp, sent.keys(), self._wrap, None, self._control)
-        self.sent, self._numbers_before = sent, set()
+        self.sent, self._numbers_before, self._accumulators = sent, set(), {}
         self._read_module()
         return True
 

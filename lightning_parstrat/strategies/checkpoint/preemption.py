@@ -235,7 +235,10 @@ class Preemption(Part):
         It raises an exception, so that the program does not continue as after a complete training.
         """
         if self._requeue_signal is not None:
-            rank_zero_info("Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`.")
+            rank_zero_info(
+                "Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`. Ranks wait up to"
+                f" {_SECONDS_UNTIL_SLURM_ENDS_THE_RUN:g} s for Slurm to end them."
+            )
         elif saved:
             rank_zero_info(f"Training ends here. To resume, pass `ckpt_path={saved[-1]!r}` to `fit`.")
         if self._requeue_signal is not None:

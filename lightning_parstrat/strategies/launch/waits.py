@@ -301,4 +301,6 @@ def progress_of(module: LightningModule | None) -> tuple[str, str]:
     loop = trainer.fit_loop.epoch_loop if fits else getattr(trainer, f"{stage.value}_loop")
     progress = (loop.val_loop if fits and not trains else loop).batch_progress
     step = f"step {trainer.global_step}, " if fits else ""
-    return f"{step}batch {progress.current.ready}{'' if trains else f' of {stage.value}'}", current_hook(module)
+    # As `batch_idx` counts.
+    batch = max(0, progress.current.ready - 1)
+    return f"{step}batch {batch}{'' if trains else f' of {stage.value}'}", current_hook(module)

@@ -179,6 +179,7 @@ def test_the_last_line_says_from_what_to_resume_or_that_nothing_was_saved(pool: 
     saved = [f"Preempted: saved {path} after step 4." for path in (last, of_job)]
     resume = f"Training ends here. To resume, pass `ckpt_path='{last}'` to `fit`."
     in_job = "Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`."
+    in_job += " Ranks wait up to 0 s for Slurm to end them."
     assert first[:2] == [([saved[0], resume], 4), ([saved[1], in_job], 4)]
     ((line,), begins) = first[2]
     assert begins == 0 and "Ended by SIGTERM after step 4, and nothing was saved" in line
