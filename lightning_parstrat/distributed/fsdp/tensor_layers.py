@@ -5,7 +5,8 @@ there, for dropout. Everywhere else all ranks that share layers draw the same.
 
 Two checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So one
 module of each kind is called once with cut layers and once with whole ones. And a layer between cut ones may be missing
-in the plan. So gradients of whole layers are compared between the ranks that share the others.
+in the plan, or a loss may take a part of the features. So losses, and gradients of whole layers, are compared between
+the ranks that share the others.
 """
 
 import copy
@@ -125,14 +126,19 @@ class TensorLayers:
     # The first call.
 
     def _check_at_first_call(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module]) -> None:
-        checked = set[bool]()
+        is_checked = False
 
         def check(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if part.training not in checked:
-                checked.add(part.training)
+            nonlocal is_checked
+            # Once more if the first call was one of an evaluation.
+            if part.training:
+                handle.remove()
+            if part.training or not is_checked:
+                is_checked = True
                 self._check(part, name, row_wise, (args, kwargs))
 
-        self.hooks.append(part.register_forward_pre_hook(check, with_kwargs=True))
+        handle = part.register_forward_pre_hook(check, with_kwargs=True)
+        self.hooks.append(handle)
 
     @torch.no_grad()
     def _check(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module], inputs: Any) -> None:
