@@ -92,6 +92,26 @@ def test_the_line_at_the_end_has_the_time_of_a_step(pool: RankPool, slow: bool, 
     assert found["sent"] + " kB" in lines[0] and float(found["sent"]) == pytest.approx(sent / 1000, rel=0.01)
 
 
+class NewOptimizer(zoo.MLP):
+    """From the seventh batch on, it trains by another optimizer."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 7:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
+
+
+def sent_per_step(module: type[zoo.Zoo]) -> str:
+    with listening() as lines:
+        train(module, zero1(), 92)
+    found = [LINE.fullmatch(line) for line in lines if "per step" in line]
+    return found[0]["sent"] if found and found[0] is not None else str(lines)
+
+
+def test_bytes_are_counted_over_new_optimizers(pool: RankPool) -> None:
+    (sent, _), (expected, _) = (pool.run(2, sent_per_step, module) for module in (NewOptimizer, zoo.MLP))
+    assert float(sent) == pytest.approx(float(expected), rel=0.01) and float(sent) > 0
+
+
 class OneIsSlow(zoo.MLP):
     """Its gradients are few, so that the ranks do not wait for these. Every fifth step takes the rank longer."""
 
