@@ -12,7 +12,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = ".saving-"
@@ -59,7 +59,7 @@ def written_durably(path: Path) -> Iterator[Path]:
         sync(temporary)
         put_in_place(temporary, path)
     except BaseException as error:
-        remove(temporary)
+        clean_up(temporary)
         if isinstance(error, OSError):
             reason = f"{error.strerror} (while it was being written; an earlier file of that name is unchanged)"
             raise OSError(error.errno, reason, str(path)) from error
@@ -164,6 +164,12 @@ def remove(path: Path) -> None:
             path.unlink()
     except FileNotFoundError:
         pass
+
+
+def clean_up(temporary: Path) -> None:
+    """Removes what an error has left, if the disk allows it. The error is what counts."""
+    with suppress(OSError):
+        remove(temporary)
 
 
 def remove_atomically(path: Path) -> None:

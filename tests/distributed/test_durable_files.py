@@ -162,6 +162,14 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
         path.write_text("old")
 
 
+def test_an_error_is_that_of_the_save_even_if_nothing_can_be_cleaned_up(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ValueError, match="mine"), written_durably(folder / "last.ckpt"):
+        folder.rename(tmp_path / "moved")
+        folder.write_text("another program's file")
+        raise ValueError("mine")
+
+
 def test_what_others_left_behind_is_removed_after_an_hour(tmp_path: Path) -> None:
     old, recent, of_others = temporary_name(tmp_path), temporary_name(tmp_path), tmp_path / f"{PREFIX}notes.txt"
     for path, kind, minutes in ((old, "folder", 61), (recent, "file", 59), (of_others, "file", 61)):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import Leaf, in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHER_JOB, SKELETON, CheckpointDamagedError
-from lightning_parstrat.distributed.checkpoint.tensors import name_of
+from lightning_parstrat.distributed.checkpoint.tensors import name_of, refuse_changed
 from lightning_parstrat.distributed.engine.cuts import Cut, Run
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, StateDict, grouped_parameters
 
@@ -147,7 +147,15 @@ class ShardedCheckpoint:
             optimizer: The optimizer that will load the state.
             state_dict: The optimizer's state in the skeleton.
             cuts: How the state of its parameters is cut.
+
+        Raises:
+            ValueError: A hook has changed a placeholder.
         """
+        refuse_changed(
+            state_dict,
+            "In a sharded checkpoint, placeholders stand for the optimizers' tensors until each rank reads its part.",
+            "make one file of the checkpoint by `lightning-parstrat consolidate` and load that",
+        )
         identifiers = (identifier for group in state_dict["param_groups"] for identifier in group["params"])
         placed = {i: cuts[p] for i, p in zip(identifiers, grouped_parameters(optimizer), strict=False) if p in cuts}
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves, storage_strides
+from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves, storage_strides
 from lightning_parstrat.distributed.engine.cuts import Cut, Run, local
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, grouped_parameters
+from lightning_parstrat.distributed.torch_compat import version_of
 
 
 def placeholder(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
@@ -29,6 +31,24 @@ def placeholder(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 def name_of(tensor: Tensor) -> str | None:
     """The name of a placeholder. For an ordinary tensor, None."""
     return getattr(tensor, "parstrat_name", None)
+
+
+def refuse_changed(tree: Any, why: str, advice: str) -> None:
+    """Raises an error for a placeholder that a hook has changed: it has no values that could change.
+
+    Args:
+        tree: What hooks have seen.
+        why: Why there are placeholders.
+        advice: What to do instead.
+
+    Raises:
+        ValueError: A placeholder was written in place (but not through ``data``), or replaced by another one.
+    """
+    for leaf in leaves(tree):
+        is_meta = leaf.tensor.device.type == "meta" or isinstance(leaf.tensor, DTensor)
+        if is_meta if name_of(leaf.tensor) is None else version_of(leaf.tensor):
+            changed = "/".join(map(str, leaf.path))
+            raise ValueError(f"{why} A hook has changed {changed}: leave it as it is, or {advice}.")
 
 
 def name_of_state(optimizer: int, position: int, entry: Any) -> str:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves, with_narrow_storage
 from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError
-from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors, name_of
+from lightning_parstrat.distributed.checkpoint.tensors import WrittenTensors, name_of, refuse_changed
 from lightning_parstrat.distributed.comm.agreement import from_first_rank
-from lightning_parstrat.distributed.durable_files import remove, temporary_for, with_errors_of_the_disk
+from lightning_parstrat.distributed.durable_files import clean_up, temporary_for, with_errors_of_the_disk
 from lightning_parstrat.distributed.engine.cuts import Run
 
 
@@ -95,7 +94,7 @@ def _complete(path: Path, save: Callable[[], Any], temporary: Path | None) -> No
         save()
     except BaseException as error:
         if temporary is not None:
-            remove(temporary)
+            clean_up(temporary)
         failures: Mapping[int, Any] | None = getattr(error, "failures", None)
         if failures is None:
             raise
@@ -110,23 +109,20 @@ def _not_saved(path: Path, why: str) -> CheckpointNotSavedError:
 
 def _prepare(checkpoint: Any, path: Path) -> Outline:
     """Does everything that may fail on rank 0 before any rank writes: for example, objects that cannot be pickled."""
+    refuse_changed(
+        checkpoint,
+        "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them.",
+        "use state_dict_type='full'",
+    )
     temporary = temporary_for(path)
-    tensors: dict[str, tuple[torch.dtype, int]] = {}
-    for leaf in leaves(checkpoint):
-        name = name_of(leaf.tensor)
-        if name is not None:
-            tensors[name] = leaf.tensor.dtype, leaf.tensor.numel()
-        elif leaf.tensor.device.type == "meta" or isinstance(leaf.tensor, DTensor):
-            raise ValueError(
-                "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook"
-                f" has changed {'/'.join(map(str, leaf.path))}: leave it as it is, or use state_dict_type='full'."
-            )
+    named = ((name_of(leaf.tensor), leaf.tensor) for leaf in leaves(checkpoint))
+    tensors = {name: (tensor.dtype, tensor.numel()) for name, tensor in named if name is not None}
     temporary.mkdir()
     try:
         # Now, as training may change the checkpoint's objects before an asynchronous save has ended.
         with with_errors_of_the_disk(), open(temporary / SKELETON, "xb") as file:
             torch.save(checkpoint, file)
     except BaseException:
-        remove(temporary)
+        clean_up(temporary)
         raise
     return Outline(temporary, tensors)

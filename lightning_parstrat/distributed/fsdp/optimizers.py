@@ -70,7 +70,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step sharded parameters: {reason or 'it failed on another rank'}."
                 " Use one that moves each element by itself, such as torch.optim.AdamW, or strategy='zero1_custom',"
-                " which leaves each matrix whole on one rank."
+                " whose optimizers step whole parameters."
             )
 
 

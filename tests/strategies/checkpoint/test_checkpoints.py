@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.torch_plugin import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import lightning_parstrat
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.comparing import assert_same
 from tests.pool import RankPool
@@ -117,6 +122,51 @@ def count_loads(path: str, form: str) -> list[int]:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_it_is_loaded_once(pool: RankPool, tmp_path: Path, form: str) -> None:
     assert pool.run(2, count_loads, str(tmp_path / "a.ckpt"), form) == [[1, 2, 3]] * 2
+
+
+class ForgetsState(zoo.ScheduledTransformer):
+    """It sets the state of its optimizer to zero, or halves it."""
+
+    in_place = True
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        change = Tensor.zero_ if self.in_place else (lambda one: one / 2)
+        states = checkpoint["optimizer_states"]
+        states[0]["state"] = replace_leaves(states[0]["state"], lambda one: change(one) if one.dim() else one)
+
+
+class HalvesState(ForgetsState):
+    in_place = False
+
+
+def resume_with_other_state(path: str, strategy: str, form: str, module: type[ForgetsState]) -> tuple[float, str]:
+    """The sum of the state that is loaded, or an error."""
+    train(zoo.ScheduledTransformer, make(strategy, form)).trainer.save_checkpoint(path)
+    sums: list[float] = []
+
+    def add(trainer: Trainer, _: Any) -> None:
+        state = trainer.optimizers[0].state.values()
+        tensors = [local(one) for values in state for one in values.values() if isinstance(one, Tensor) and one.dim()]
+        sums.append(sum(float(one.double().sum()) for one in tensors))
+
+    trainer = make_trainer(make(strategy, form), max_epochs=2, callbacks=[LambdaCallback(on_train_start=add)])
+    try:
+        trainer.fit(module(), zoo.loader(40, 4), ckpt_path=path)
+    except ValueError as error:
+        return float("nan"), str(error)
+    return sums[0], ""
+
+
+@pytest.mark.parametrize("module", [ForgetsState, HalvesState])
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero3", marks=pytest.mark.slow), "tuned"])
+def test_state_that_a_hook_changes(pool: RankPool, tmp_path: Path, strategy: str, module: type[ForgetsState]) -> None:
+    whole, sharded = (
+        pool.run(2, resume_with_other_state, str(tmp_path / form), strategy, form, module)
+        for form in ("full", "sharded")
+    )
+    assert all((total == 0) == module.in_place and not error for total, error in whole), whole
+    for _, error in sharded:
+        assert "A hook has changed state/" in error and "lightning-parstrat consolidate" in error, error
 
 
 def pieces_in(path: Path, rank: int) -> dict[str, tuple[int, int]]:

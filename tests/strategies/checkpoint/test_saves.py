@@ -49,6 +49,11 @@ def changes_placeholders(module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["optimizer_states"] = replace_leaves(checkpoint["optimizer_states"], torch.Tensor.half)
 
 
+def writes_placeholders(module: Any, checkpoint: dict[str, Any]) -> None:
+    if module.global_rank == 0:
+        replace_leaves(checkpoint["optimizer_states"][0]["state"], torch.Tensor.zero_)
+
+
 def copies_shards(module: Any, checkpoint: dict[str, Any]) -> None:
     """They would be written as if they were all there is."""
     checkpoint["state_dict"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
@@ -80,6 +85,7 @@ FAILS = {
     # Such as /dev/null, which would then be a file for the whole machine.
     "no file": Fails(os.mkfifo, does_nothing, "tuned", ("full", "sharded"), "neither a file nor a folder"),
     "placeholders are changed": Fails(nothing, changes_placeholders, "zero1", ("sharded",), "A hook has changed"),
+    "placeholders are written": Fails(nothing, writes_placeholders, "zero3", ("sharded",), "A hook has changed"),
     "shards are copied": Fails(nothing, copies_shards, "zero3", ("sharded",), "A hook has changed"),
     "a function": Fails(
         nothing, lambda _, saved: saved.update(mine=lambda: None), "zero1", ("full", "sharded"), "pickle|local object"
