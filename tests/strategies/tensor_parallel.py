@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,16 @@ class ReadsHeads(Attention):
 
     def heads(self, one: Tensor) -> Tensor:
         return one.view(*one.shape[:2], self.num_heads, -1).transpose(1, 2)
+
+
+class MayReadHeads(Attention):
+    """Some of them view as many heads as all ranks have."""
+
+    reads = False
+
+    def heads(self, one: Tensor) -> Tensor:
+        heads = self.num_heads if self.reads else -1
+        return one.view(*one.shape[:2], heads, one.shape[-1] // heads if self.reads else self.size).transpose(1, 2)
 
 
 class NormedHeads(Attention):
@@ -153,6 +163,30 @@ CutShort = with_class("CutShort", dropout=0.2, inner_dropout=0.5, block=HalfChec
 CutAll = with_class("CutAll", tp_plan={**PLAN, "embedding": "embedding_rowwise", "head": "colwise_gather_output"})
 
 
+class SecondReadsHeads(Transformer):
+    attention = MayReadHeads
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].attention.reads = True
+
+
+class Compiled(Transformer):
+    """Its blocks are compiled. It counts their graphs."""
+
+    graphs: ClassVar[list[Any]] = []
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.compile(backend=self.note)
+
+    @classmethod
+    def note(cls, graph: Any, inputs: Any) -> Any:
+        cls.graphs.append(graph)
+        return graph
+
+
 class Tied(CutAll):
     """A shared matrix stays whole."""
 
@@ -185,12 +219,18 @@ class InSequence(Transformer):
 class PenalisesParts(Transformer):
     """Its loss has what a cut layer returns, of which each rank has a part."""
 
+    factor = 0.1
+
     def on_train_start(self) -> None:
         self.blocks[0].up.register_forward_hook(lambda module, args, output: self.parts.append(output))
 
     def compute_loss(self, batch: Tensor) -> Tensor:
         self.parts: list[Tensor] = []
-        return super().compute_loss(batch) + 0.1 * sum(part.square().mean() for part in self.parts)
+        return super().compute_loss(batch) + self.factor * sum(part.square().mean() for part in self.parts)
+
+
+class PenalisesPartsALittle(PenalisesParts):
+    factor = 1e-6
 
 
 class Penalised(Transformer):

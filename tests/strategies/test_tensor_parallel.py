@@ -31,6 +31,7 @@ from tests.strategies.cases import CLIP, WINDOW, adafactor, foreach, fused, plai
 from tests.strategies.parity import Looks, Run, largest_difference, make_trainer, whole, zero3
 from tests.strategies.tensor_parallel import (
     PLAN,
+    Compiled,
     Counts,
     CutAll,
     CutShort,
@@ -43,7 +44,9 @@ from tests.strategies.tensor_parallel import (
     NormsHeads,
     Penalised,
     PenalisesParts,
+    PenalisesPartsALittle,
     ReadsHeads,
+    SecondReadsHeads,
     StatisticsOfHeads,
     Tied,
     Transformer,
@@ -102,6 +105,18 @@ def train_both(name: str) -> float:
 def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> None:
     for difference in pool.run(ranks, train_both, name):
         assert difference <= CASES[name].tolerance
+
+
+def train_compiled() -> tuple[float, int]:
+    expected = fit(Transformer, plain_sgd, None, {})
+    Compiled.graphs.clear()
+    return largest_difference(fit(Compiled, plain_sgd, 2, {}), expected), len(Compiled.graphs)
+
+
+@pytest.mark.slow
+def test_blocks_may_be_compiled(pool: RankPool) -> None:
+    for difference, graphs in pool.run(2, train_compiled):
+        assert difference <= 2e-6 and graphs > 0
 
 
 def looking(look: Callable[[Any], Any], module: Any, optimizer: Any, strategy: dict[str, Any]) -> tuple[Any, Run]:
@@ -238,7 +253,9 @@ REFUSED: dict[str, tuple[Callable[[], None], str, int]] = {
     "statistics of all heads": (partial(train, with_class("G", attention=StatisticsOfHeads)), OTHERWISE, 2),
     "a norm between": (partial(train, with_class("D", attention=NormedHeads)), APART, 2),
     "a norm between, begins with 0": (partial(train, with_class("E", attention=zeroed(NormedHeads))), APART, 2),
-    "a part in the loss": (partial(train, PenalisesParts), "have different losses. A loss takes a part of the", 2),
+    "a part in the loss": (partial(train, PenalisesParts), "A loss takes a part of the features", 2),
+    "a small part in the loss": (partial(train, PenalisesPartsALittle), "A loss takes a part of the features", 2),
+    "the second block reads all heads": (partial(train, SecondReadsHeads), "'blocks.1' computes something else", 2),
     "a gradient in the loss": (partial(train, Penalised), "A loss contains gradients that go through 'blocks.", 2),
     "three ranks": (
         partial(train_on, lambda rank: zoo.loader(32, 8)),

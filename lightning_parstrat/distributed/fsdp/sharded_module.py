@@ -183,7 +183,6 @@ class ShardedModule:
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
-            self._hooks += self._cut.hooks
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -540,6 +539,8 @@ class ShardedModule:
         self.abandon_backward()
         for hook in self._hooks:
             hook.remove()
+        if self._cut is not None:
+            self._cut.close()
         for step in STEPS:
             with suppress(KeyError):
                 del vars(self.module)[step]

@@ -3,21 +3,23 @@
 Between a column-wise and a row-wise layer, each rank has a part of the features. So each draws its own random numbers
 there, for dropout. Everywhere else all ranks that share layers draw the same.
 
-Two checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So one
-module of each kind is called once with cut layers and once with whole ones. And a layer between cut ones may be missing
-in the plan, or a loss may take a part of the features. So losses, and gradients of whole layers, are compared between
-the ranks that share the others.
+Checks find what would otherwise train wrong without a word. Code may read the number of heads of all ranks. So a module
+that holds cut layers is called once with these and once with whole ones. A layer between cut ones may be missing in the
+plan. So losses, and gradients of whole layers, are compared between the ranks that share the others. And a loss may
+take a part of the features. Its graph shows that.
 """
 
 import copy
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -48,12 +50,15 @@ _ROUNDING = 1e-5
 _COMPARED_STEPS = 100
 """The steps in which each gradient is compared. It may begin with nothing but roundings."""
 
+_IS_PART = "lightning_parstrat: a part of the features"
+"""The key of what is noted at a node of a graph."""
+
 
 class TensorLayers:
     """Follows a module whose layers are cut, from now on.
 
-    Attributes:
-        hooks: To remove when the training ends.
+    Nothing is compiled until the first step has ended, so that all is checked. Compiled code does not call the hooks
+    that are here, unless layers between cut ones have drawn random numbers by then.
 
     Args:
         module: The module. Its layers are cut.
@@ -77,27 +82,36 @@ class TensorLayers:
         self._loss = torch.zeros(())
         """The sum of the losses of this step."""
         self._group = next(one.device_mesh for one in cut if isinstance(one, DTensor)).get_group("tensor")
-        self.hooks: list[RemovableHandle] = []
-        named, kinds = dict(module.named_modules()), set[Any]()
+        self._draws = False
+        self._first_step = ExitStack()
+        self._first_step.enter_context(torch.compiler.set_stance("force_eager"))
+        self._hooks: list[RemovableHandle] = []
+        named = dict(module.named_modules())
         for one in planned:
             if isinstance(one.style, (ColwiseParallel, RowwiseParallel)):
-                self.hooks.append(one.layer.register_forward_pre_hook(self._leave))
-            self.hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
+                self._hooks.append(one.layer.register_forward_pre_hook(self._leave))
+            self._hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
+            if one.gives_shards or one.takes_shards:
+                self._hooks.append(one.layer.register_forward_hook(functools.partial(_mark, one.gives_shards)))
             if one.gives_shards:
-                self.hooks.append(one.layer.register_forward_hook(self._enter))
+                self._hooks.append(one.layer.register_forward_hook(self._enter))
         for name in dict.fromkeys(region_of(one, planned, named) for one in planned if one.gives_shards):
             # It ends there at the latest, and if an exception ends the forward.
-            self.hooks.append(named[name].register_forward_hook(self._leave, always_call=True))
+            self._hooks.append(named[name].register_forward_hook(self._leave, always_call=True))
             own = [one for one in planned if one.name.startswith(f"{name}.")]
-            kind = (type(named[name]), *((one.name.removeprefix(name), type(one.style)) for one in own))
-            if kind not in kinds and all(map(_is_whole_outside, own)):
-                kinds.add(kind)
+            if all(map(_is_whole_outside, own)):
                 self._check_at_first_call(named[name], name, [one.layer for one in own if one.takes_shards])
+
+    def close(self) -> None:
+        """Removes the hooks. Not collective."""
+        self._first_step.close()
+        for hook in self._hooks:
+            hook.remove()
 
     # Random numbers.
 
     def _enter(self, layer: nn.Module, *_: Any) -> None:
-        if layer.training:
+        if layer.training and (self._draws or not torch.compiler.is_compiling()):
             shared = self._states()
             # The same in a recomputation, which begins with the same states.
             seed = digest(b"".join([str(dist.get_rank()).encode(), *(state.numpy().tobytes() for state in shared)]))
@@ -106,11 +120,14 @@ class TensorLayers:
             self._regions[seed] = shared, self._states()
 
     def _leave(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() and not self._draws:
+            return
         seed = self._generators[0].initial_seed()
         if seed not in self._regions:
             return
         shared, begun = self._regions[seed]
         is_drawn = not all(map(torch.equal, self._states(), begun))
+        self._draws = self._draws or is_drawn
         for generator, state in zip(self._generators, shared, strict=True):
             generator.set_state(state)
             if is_drawn:
@@ -138,7 +155,7 @@ class TensorLayers:
                 self._check(part, name, row_wise, (args, kwargs))
 
         handle = part.register_forward_pre_hook(check, with_kwargs=True)
-        self.hooks.append(handle)
+        self._hooks.append(handle)
 
     @torch.no_grad()
     def _check(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module], inputs: Any) -> None:
@@ -202,7 +219,13 @@ class TensorLayers:
     # Gradients.
 
     def note_loss(self, loss: Tensor) -> None:
-        """Adds a loss to those that are compared when the step ends. Not collective."""
+        """Adds a loss to those that are compared when the step ends. Not collective.
+
+        Raises:
+            TensorPlanError: It takes a part of the features.
+        """
+        if _takes_part(loss):
+            raise TensorPlanError(_PART_IN_LOSS)
         self._loss = self._loss + loss.detach().float().sum()
 
     @torch.no_grad()
@@ -216,6 +239,7 @@ class TensorLayers:
         Raises:
             TensorPlanError: They differ. Raised on all ranks.
         """
+        self._first_step.close()
         self._regions.clear()
         loss, self._loss = self._loss, torch.zeros(())
         found = {
@@ -237,11 +261,7 @@ class TensorLayers:
         *of_norms, is_other_loss = differs.tolist()
         differing = [name for name, is_different in zip(found, of_norms, strict=True) if is_different]
         if is_other_loss and not differing:
-            raise TensorPlanError(
-                "The ranks that share tensor-parallel layers have different losses. A loss takes a part of the"
-                " features, such as by a hook on a layer that is cut. Take what the row-wise layer returns, or leave"
-                " the layer out of the plan."
-            )
+            raise TensorPlanError(_PART_IN_LOSS)
         if differing:
             raise TensorPlanError(
                 "The ranks that share tensor-parallel layers have different gradients of"
@@ -250,6 +270,38 @@ class TensorLayers:
                 " 'replicated_with_grad_allreduce'."
                 " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
             )
+
+
+_PART_IN_LOSS = (
+    "A loss takes a part of the features, such as by a hook on a layer that is cut. The ranks that share"
+    " tensor-parallel layers would have different losses. Take what the row-wise layer returns, or leave the layer out"
+    " of the plan."
+)
+
+
+def _mark(is_part: bool, _: nn.Module, __: Any, output: Any) -> None:
+    """Notes at a node of the graph that a rank has a part of the features there, or that parts were summed."""
+    if not torch.compiler.is_compiling() and isinstance(output, Tensor) and output.grad_fn is not None:
+        cast(Any, output.grad_fn).metadata[_IS_PART] = is_part
+
+
+def _takes_part(loss: Tensor) -> bool:
+    """Whether a loss is computed from a part of the features, and not from a sum of parts.
+
+    What lies behind functions in Python is not seen: they may contain a sum, as in a reentrant checkpoint.
+    """
+    seen, left = set[Any](), list[Any]([loss.grad_fn])
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_part = node.metadata.get(_IS_PART)
+        if is_part:
+            return True
+        if is_part is None and not isinstance(node, BackwardCFunction):
+            left += [one for one, _ in node.next_functions]
+    return False
 
 
 def _is_whole_outside(one: PlannedLayer) -> bool:
@@ -286,6 +338,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _refuse_graphs(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
     """Refuses gradients of gradients through a cut layer: torch cuts them off without a word."""
+    if torch.compiler.is_compiling():
+        # It has no gradients of gradients.
+        return
 
     def refuse(_: Tensor) -> None:
         if torch.is_grad_enabled():

@@ -5,7 +5,7 @@ themselves have no values meanwhile: they show shapes, and become whole again.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -126,13 +126,21 @@ class ShardedBlocks:
         for block in self._sharded:
             block.reshard()
 
-    def reduce(self, losses: Iterable[Tensor], replicas: Collectives, of_stage: Collectives) -> None:
+    def note_loss(self, loss: Tensor) -> None:
+        """Adds a loss of the last stage to those that ranks with the same layers compare. Not collective.
+
+        Raises:
+            TensorPlanError: It takes a part of the features.
+        """
+        if self._layers is not None:
+            self._layers.note_loss(loss)
+
+    def reduce(self, replicas: Collectives, of_stage: Collectives) -> None:
         """Leaves the means of a step's gradients in the shards, and frees gathered parameters.
 
         Collective among the ranks of a stage. Those with other data send the bytes of the blocks.
 
         Args:
-            losses: Those of the step, in the last stage.
             replicas: The ranks with other data. Messages are in host memory.
             of_stage: The ranks of the stage. Messages are in host memory.
 
@@ -154,8 +162,6 @@ class ShardedBlocks:
                     # Of a whole layer between cut ones, each rank has a part of the sum.
                     one.grad = one.grad.redistribute(placements=one.placements)
             own = {one for one in every if one.grad is not None}
-            for loss in losses:
-                self._layers.note_loss(loss)
             self._layers.compare_gradients(own, of_stage)
 
     @contextmanager
@@ -170,8 +176,8 @@ class ShardedBlocks:
 
     def close(self) -> None:
         """Gives the module its own blocks again. Not collective."""
-        for hook in self._layers.hooks if self._layers is not None else ():
-            hook.remove()
+        if self._layers is not None:
+            self._layers.close()
         self._put_originals()
         for name, block in self.originals.items():
             for buffer, own in zip(block.buffers(), self.copies[name].buffers(), strict=True):

@@ -136,6 +136,8 @@ class PipelineSteps:
                     "`training_step` returned a `loss_weight` for some micro-batches of a batch and none for others."
                     " Return it for all, 0 if there is nothing to learn from."
                 )
+            if sharded is not None:
+                sharded.note_loss(value)
             losses[number] = (value.detach(), sizes[number] if weight is None else weight)
             scale = sizes[number] / sum(sizes) if weight is None else weight
             # 0 times NaN is NaN, and would make the whole batch NaN.
@@ -149,7 +151,7 @@ class PipelineSteps:
         # In its first step, FSDP2 cannot reduce what has not run.
         if sharded is not None and (self.has_trained or not any_rank(self._pipeline.fault is not None, self._replicas)):
             try:
-                sharded.reduce([value for value, _ in losses.values()], self._replicas, self._of_stage)
+                sharded.reduce(self._replicas, self._of_stage)
             except ValueError as error:
                 self._pipeline.fault = self._pipeline.fault or error
         if not self.has_trained and self._pipeline.fault is None:
