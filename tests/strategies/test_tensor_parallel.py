@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
@@ -215,6 +216,10 @@ def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
         find_plan(module, 2, {module.blocks[0].down.bias})
     weight_norm(module.blocks[0].up)
     with pytest.raises(TensorPlanError, match=r"cuts 'blocks\.0\.up', which .* is parametrized"):
+        find_plan(module, 2, set())
+    module = Transformer()
+    old_weight_norm(module.blocks[1].down)
+    with pytest.raises(TensorPlanError, match=r"cuts 'blocks\.1\.down', which .* is parametrized"):
         find_plan(module, 2, set())
     module.tp_plan = {"embedding": "embedding_rowwise"}
     with pytest.raises(TensorPlanError, match="A layer that is tied to another one does not count"):

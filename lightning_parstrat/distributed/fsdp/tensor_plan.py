@@ -143,7 +143,9 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 def _is_cut(one: PlannedLayer, uses: Mapping[Tensor, int], kept_whole: Collection[Tensor]) -> bool:
     own = Counter(parameter for _, parameter in one.layer.named_parameters(remove_duplicate=False))
-    is_free = not is_parametrized(one.layer) and all(
+    # Older functions than torch's parametrizations, such as `torch.nn.utils.weight_norm`, replace the weight, too.
+    computes = isinstance(one.layer, _CUT_BY_TORCH) and not isinstance(one.layer.weight, nn.Parameter)
+    is_free = not (is_parametrized(one.layer) or computes) and all(
         uses[parameter] == count and parameter not in kept_whole for parameter, count in own.items()
     )
     if not is_free and (one.gives_shards or one.takes_shards):
