@@ -224,6 +224,11 @@ def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
     module.tp_plan = {"embedding": "embedding_rowwise"}
     with pytest.raises(TensorPlanError, match="A layer that is tied to another one does not count"):
         find_plan(module, 2, {module.embedding.weight})
+    # A tied layer is not proposed.
+    tied = Tied()
+    tied.tp_plan = {}
+    with pytest.raises(TensorPlanError, match=r"'blocks\.\*\.down': 'rowwise'}`.* are embedding, "):
+        find_plan(tied, 2, set())
 
 
 def train(module: type[zoo.Zoo] = Transformer, **strategy: Any) -> None:

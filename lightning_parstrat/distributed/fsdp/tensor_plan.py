@@ -98,13 +98,14 @@ def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> 
     uses: Counter[Tensor] = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     planned = [one for one in found.values() if _is_cut(one, uses, kept_whole)]
     if not planned:
-        names = _patterns(module)
-        first, last = (names[0], names[-1]) if names else ("blocks.*.up", "blocks.*.down")
+        free = [one for one in module.modules() if isinstance(one, nn.Linear) and uses[one.weight] == 1]
+        names = _patterns(module, free)
+        first, last = (names[0], names[-1]) if len(names) > 1 else ("blocks.*.up", "blocks.*.down")
         raise TensorPlanError(
             f"tensor_parallel_size={ranks} needs a plan of the layers that ranks share, and {type(module).__name__} has"
             f" none. Set it in the module: `self.tp_plan = {{{first!r}: 'colwise', {last!r}: 'rowwise'}}`. A"
             " column-wise layer gives each rank a part of its output, and the row-wise layer after it sums the parts."
-            f" The module's layers are {listed(names)}. A layer that is tied to another one does not count."
+            f" The module's layers are {listed(_patterns(module))}. A layer that is tied to another one does not count."
         )
     for one in planned:
         _check_sizes(one, named, ranks)
@@ -180,7 +181,8 @@ def _holders(name: str) -> Iterator[str]:
         yield name
 
 
-def _patterns(module: nn.Module) -> list[str]:
-    """The names of a module's layers, with a star for each number."""
-    layers = (name for name, part in module.named_modules() if isinstance(part, _CUT_BY_TORCH))
+def _patterns(module: nn.Module, among: Collection[nn.Module] | None = None) -> list[str]:
+    """The names of a module's layers, or of some of them, with a star for each number."""
+    found = ((name, part) for name, part in module.named_modules() if isinstance(part, _CUT_BY_TORCH))
+    layers = (name for name, part in found if among is None or part in among)
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in layers))
