@@ -138,7 +138,8 @@ def test_the_rank_that_is_left_logs_the_error_and_ends_what_its_device_does(
 ) -> None:
     left, failed = own_pool.run(2, fail_on_one_rank, name, str(tmp_path))
     assert failed == ["logs a ValueError", "a callback reads", "has ended"]
-    named = f"logs: {name}, rank 0: Rank 1 did not answer: ended, or stuck elsewhere."
+    why = "ended, stuck elsewhere, or waiting for a rank that has ended."
+    named = f"logs: {name}, rank 0: Rank 1 did not answer: {why}"
     assert left == ["logs a RuntimeError", named, "NCCL is aborted", "a callback reads", "has ended"]
     # By Gloo and the store this rank has found out that it is alone.
     assert (tmp_path / "saved.ckpt").exists() == (name == "ddp_tuned")

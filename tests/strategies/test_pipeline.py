@@ -670,6 +670,32 @@ class Renames(Model):
         return {f"model.{name}": one for name, one in super().state_dict(*args, **kwargs).items()}
 
 
+class HooksBackward(Model):
+    """Backward hooks halve the gradients that leave blocks."""
+
+    def on_fit_start(self) -> None:
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda _, given, __: tuple(one / 2 for one in given))
+
+
+class FreezesAtTheEnd(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.blocks[0].requires_grad_(self.global_step < 1)
+        return loss
+
+
+class UsesInManyPlaces(Model):
+    """A matrix is used before the blocks, after them and in the loss, and so is a number."""
+
+    def build(self) -> None:
+        super().build()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.factor * super().compute_loss(batch) + self.embedding.weight.square().mean()
+
+
 class ReturnsNone(Model):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None
@@ -709,6 +735,9 @@ REFUSED = {
         Collects, r"'blocks\.1' is given what an earlier block was given, too, and has changed in place"
     ),
     "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
+    "backward hooks": Refused(HooksBackward, r"A backward hook is registered on 'blocks\.1'"),
+    "freezes at the end": Refused(FreezesAtTheEnd, "A step has set `requires_grad` after the last block of a stage"),
+    "in many places, split": Refused(UsesInManyPlaces, "splits backwards, and torch fails", {"schedule": "zbv"}),
     "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "user's error": Refused(Fails, "the user's own"),

@@ -43,6 +43,9 @@ class Liveness:
     Args:
         name: The same on all ranks and different for each training. Calls are counted, and after a fault the ranks'
             counts may differ.
+
+    Attributes:
+        found: The ranks that the first rank of the last call to decide found missing.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,6 +54,7 @@ class Liveness:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
+        self.found: list[int] = []
 
     def missing(self, occasion: str, grace: timedelta | None = GRACE, point: str = "") -> list[int]:
         """The ranks that do not call this within ``grace``.
@@ -79,7 +83,7 @@ class Liveness:
             longest = self._store.timeout if grace is None else grace
             absent = self._wait_for_others(call, longest.total_seconds())
             # The first rank to write it decides for all: a rank that comes meanwhile must not make ranks differ.
-            found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
+            self.found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
             is_apart = self._store.check([f"{call}/apart"])
         except RuntimeError:
             # Rank 0's process serves the store, so the store ends with it.
@@ -89,10 +93,10 @@ class Liveness:
                 f"{occasion} was called by all ranks, but at different points of the training or on different"
                 " objects. Call it on all ranks in the same order as everything else that needs all ranks."
             )
-        if self._rank in found:
+        if self._rank in self.found:
             # The others have continued without this rank: it must not count on them either.
             return [rank for rank in range(self._world_size) if rank != self._rank]
-        return list(found)
+        return list(self.found)
 
     def _wait_for_others(self, call: str, seconds: float) -> list[int]:
         """Waits until the last rank has come, or a rank has written the missing ranks.

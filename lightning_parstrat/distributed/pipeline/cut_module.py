@@ -295,6 +295,8 @@ class CutModule:
                 f"{name!r} is called without gradients, and has parameters that are trained. Around a block, activation"
                 " checkpointing needs `use_reentrant=False`. Freeze parameters of blocks that run in `torch.no_grad()`."
             )
+        if run.trains and number == run.own.stop - 1 and not run.is_last:
+            _refuse_backward_hooks(name, (args, kwargs))
         run.seed(2 * number + 1)
         output = forward(*args, **kwargs)
         if self._sharded is None:
@@ -355,6 +357,15 @@ class CutModule:
                 f"{name!r} has returned the numbers {_numbers(output)}, and {_numbers(expected)} for the first batch of"
                 " this shape. The next stage gets tensors alone: return a tensor for what changes."
             )
+
+
+def _refuse_backward_hooks(name: str, given: Any) -> None:
+    # The output leaves the step within the block's call, before torch registers the hooks on it.
+    if any(type(leaf.tensor.grad_fn).__name__ == "BackwardHookFunctionBackward" for leaf in leaves(given)):
+        raise PipelineError(
+            f"A backward hook is registered on {name!r}, or on what computes its input. It would not run in the last"
+            " block of a stage. Register it on modules within blocks, on tensors or on parameters."
+        )
 
 
 def _numbers(tree: Any) -> list[Any]:
@@ -442,7 +453,8 @@ def _no_values(name: str) -> Any:
     except Exception as error:
         raise PipelineError(
             f"The shapes that {name!r} returns cannot be found without values: {type(error).__name__}: {error}\n"
-            "In blocks, decide by shapes, not by values. In nn.TransformerEncoder, set `enable_nested_tensor=False`."
+            "In blocks, decide by shapes, not by values. In nn.TransformerEncoder, set `enable_nested_tensor=False`. In"
+            " Hugging Face's mixtures of experts on CPUs, set `experts_implementation='batched_mm'`."
         ) from error
 
 

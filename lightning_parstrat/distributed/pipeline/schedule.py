@@ -89,7 +89,8 @@ class _Shaped(PipelineStage):
                 return
             except Exception as error:
                 # torch describes the tensors, and chains what was raised.
-                self.pipeline.fault = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                fault = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                self.pipeline.fault = self.pipeline.explained(fault)
         received = [] if self.is_first else self.received[chunk]
         self.bwd_cache[chunk] = tuple(
             torch.zeros(like.shape, dtype=like.dtype, device=self.device) if like.requires_grad else None
@@ -228,6 +229,15 @@ class Pipeline:
         finally:
             self._step = self._loss = None
             self.cut.forget_runs()
+
+    def explained(self, fault: Exception) -> Exception:
+        """An error that says what torch's does not, if a backward that was split has failed. Otherwise the same."""
+        if self._name not in _SPLITS_BACKWARD or "graph a second time" not in str(fault):
+            return fault
+        return ValueError(
+            f"schedule={self._name!r} splits backwards, and torch fails there if a parameter is used in several places"
+            " outside of the blocks. Set schedule='1f1b' or 'interleaved'."
+        )
 
     def _refuse_frozen(self) -> None:
         """Raises an error if a stage receives nothing that needs a gradient, from which torch splits a backward."""

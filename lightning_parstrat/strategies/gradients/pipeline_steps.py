@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.micro_batches import (
     check_samples,
     count_samples,
@@ -59,6 +60,7 @@ class _Told(NamedTuple):
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
         buffers: See :meth:`Differences.changed_buffers`.
+        trained: Which parameters are trained from now on.
     """
 
     fault: str | None
@@ -66,6 +68,7 @@ class _Told(NamedTuple):
     result: Any
     calls: list[_Call]
     buffers: dict[str, int]
+    trained: int
 
 
 class PipelineSteps:
@@ -101,7 +104,7 @@ class PipelineSteps:
         self.has_trained = False
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
-        self._trained: tuple[bool, ...] = ()
+        self._trained = 0
         self._differences = Differences(self._module, parts.own_blocks, pipeline, micro_batches)
         self._warned = set[str]()
 
@@ -240,7 +243,7 @@ class PipelineSteps:
 
     def _shapes_of(self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any]) -> list[Any]:
         found, fault, looked = [], None, False
-        trained = tuple(one.requires_grad for one in self._module.parameters())
+        trained = self._number_of_trained()
         if trained != self._trained:
             # Parameters were frozen or unfrozen: other activations need gradients.
             self._trained = trained
@@ -281,15 +284,24 @@ class PipelineSteps:
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
             self._differences.changed_buffers(),
+            self._number_of_trained(),
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
         if (several := fault_of_buffers([one.buffers for one in told])) is not None:
             raise several
+        if len({one.trained for one in told}) > 1:
+            raise PipelineError(
+                "A step has set `requires_grad` after the last block of a stage, where other ranks do not see it. Set"
+                " it in a hook, such as `on_train_batch_start`, or at the beginning of the step."
+            )
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
         return told
+
+    def _number_of_trained(self) -> int:
+        return digest([one.requires_grad for one in self._module.parameters()])
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
         reason = PipelineError.__name__

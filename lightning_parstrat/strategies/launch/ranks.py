@@ -235,7 +235,11 @@ class Ranks(Part):
         if among_ranks and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
             if missing:
-                message = f"{names_of(missing).capitalize()} did not answer: ended, or stuck elsewhere."
+                named = [one for one in self._liveness.found if one != self.rank] or missing
+                message = (
+                    f"{names_of(named).capitalize()} did not answer: ended, stuck elsewhere, or waiting for a rank that"
+                    " has ended."
+                )
                 log.error(f"{self.flag}, rank {self.rank}: {message}")
                 # Python 3.10 has no notes.
                 if hasattr(exception, "add_note"):

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ SHORT, LONG = timedelta(seconds=1.5), timedelta(seconds=60)
 """How long ranks wait for one that does not come, and for one that does, on a busy machine."""
 
 
-def missing(name: str, when: list[str]) -> list[int] | None:
-    """Each rank comes soon, a little later, never, or after the others have given up."""
+def missing(name: str, when: list[str]) -> tuple[list[int], list[int]] | None:
+    """Each rank comes soon, a little later, never, or after the others have given up. And what the first one found."""
     liveness, own = Liveness(name), when[dist.get_rank()]
     dist.barrier()
     if own == "never":
@@ -33,20 +34,20 @@ def missing(name: str, when: list[str]) -> list[int] | None:
         time.sleep(0.1)
     if own == "too late":
         liveness._store.wait(["test/1/missing"], LONG)
-    return liveness.missing("test", LONG if "later" in when else SHORT)
+    return liveness.missing("test", LONG if "later" in when else SHORT), liveness.found
 
 
 @pytest.mark.parametrize(
     ("when", "expected"),
     [
-        (["soon", "later", "soon"], [[], [], []]),
-        (["soon", "never", "soon"], [[1], None, [1]]),
-        (["never", "soon", "never"], [None, [0, 2], None]),
-        (["soon", "too late", "soon"], [[1], [0, 2], [1]]),
+        (["soon", "later", "soon"], [([], [])] * 3),
+        (["soon", "never", "soon"], [([1], [1]), None, ([1], [1])]),
+        (["never", "soon", "never"], [None, ([0, 2], [0, 2]), None]),
+        (["soon", "too late", "soon"], [([1], [1]), ([0, 2], [1]), ([1], [1])]),
     ],
 )
 def test_those_that_do_not_come_are_missing(
-    pool: RankPool, when: list[str], expected: list[list[int] | None], request: pytest.FixtureRequest
+    pool: RankPool, when: list[str], expected: list[Any], request: pytest.FixtureRequest
 ) -> None:
     assert pool.run(3, missing, request.node.name, when) == expected
 
