@@ -78,7 +78,7 @@ def _origin(path: Path, checkpoint: dict[str, Any]) -> Iterator[str]:
     if checkpoint_io.RESUME in own:
         buckets = f", {counted(len(own['bucket_plan']), 'bucket')}" if own.get("bucket_plan") else ""
         job = f", Slurm job {own['slurm_job']}" if own.get("slurm_job") else ""
-        yield f"by {counted(len(own[checkpoint_io.RESUME]['ranks']), 'rank')}{buckets}{job}"
+        yield f"by {counted(len(own[checkpoint_io.RESUME]['ranks']), 'rank')} with different data{buckets}{job}"
 
 
 def _states(checkpoint: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:

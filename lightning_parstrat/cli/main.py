@@ -1,6 +1,7 @@
 """The command ``lightning-parstrat``."""
 
 import importlib
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -41,10 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if program and parsed.command not in ("slurm", "tune"):
             raise UsageError(f"nothing is expected after `--`, got {' '.join(program)!r}.")
         parsed.program = program
-        return int(_module(parsed.command).run(parsed))
+        code = int(_module(parsed.command).run(parsed))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Its reader has ended, such as `head`. Python would write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
 

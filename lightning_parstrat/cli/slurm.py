@@ -43,7 +43,7 @@ if [ -e "$run_dir/config.yaml" ]; then mv "$run_dir/config.yaml" "$run_dir/confi
 """
 _MEETING = """
 # Where ranks meet: the first node, and a port by the job's number.
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"

@@ -29,7 +29,7 @@ def test_a_full_one_and_a_sharded_one_hold_the_same(checkpoints: Path, capsys: p
     full, sharded = (inspected(capsys, checkpoints / f"{kind}.ckpt") for kind in ("full", "sharded"))
     assert "full.ckpt: full, " in full[0] and full[0].endswith("in 1 file")
     assert "sharded.ckpt: sharded, " in sharded[0] and sharded[0].endswith("in 4 files")
-    assert full[1:] == sharded[1:] and full[2].startswith("by 2 ranks, ")
+    assert full[1:] == sharded[1:] and full[2].startswith("by 2 ranks with different data, ")
     assert sum("exp_avg (" in line for line in full) == 2
     saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
     for name, tensor in saved["state_dict"].items():

@@ -1,5 +1,7 @@
 """The commands as programs: their help, wrong usage, and what they need that a training does not."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,10 @@ from lightning_parstrat.cli.main import main
 assert main(["plan", "--parameters", "1M", "--world-size", "2"]) == 0
 """
     assert run_script(script, tmp_path).count("steps of ") == 3
+
+
+def test_what_is_printed_may_be_read_in_part() -> None:
+    program = f"{sys.executable} -m lightning_parstrat.cli.main plan --parameters 1M --world-size 2"
+    # `true` has ended before the program prints.
+    done = subprocess.run(["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -109,7 +109,8 @@ def run_job(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in {
-        "scontrol": "#!/bin/bash\necho first\n",
+        # More names than a pipe takes at once.
+        "scontrol": "#!/bin/bash\nset -o pipefail\necho first\nseq 20000\n",
         "srun": '#!/bin/bash\nprintf "%s\\0" "$@" > given\nenv -0 > environment\n',
     }.items():
         (programs / name).write_text(text)

@@ -292,8 +292,8 @@ class PipelineSteps:
             raise several
         if len({one.trained for one in told}) > 1:
             raise PipelineError(
-                "A step has set `requires_grad` after the last block of a stage, where other ranks do not see it. Set"
-                " it in a hook, such as `on_train_batch_start`, or at the beginning of the step."
+                "A step has set `requires_grad` after the last block of a stage. Other ranks do not see that. Set it"
+                " in a hook, such as `on_train_batch_start`, or at the beginning of the step."
             )
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
