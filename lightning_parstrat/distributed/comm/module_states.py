@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm.agreement import check_agreement
@@ -109,10 +110,15 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         group: A group that works on host memory.
 
     Raises:
-        ValueError: The modules differ, so that a broadcast between them would hang.
-        RuntimeError: A parameter has no shape yet, as in a lazy module before its first forward.
+        ValueError: The modules differ, so that a broadcast between them would hang. Or a parameter has no shape yet.
     """
     ignored = names_ignored_by_ddp(module)
     named = (*module.named_parameters(), *module.named_buffers())
+    lazy = next((name for name, one in named if is_lazy(one)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"{lazy!r} has no shape yet: a lazy module was not called. Call it once on a batch, such as in"
+            " `configure_model`."
+        )
     specs = [(name, tuple(one.shape), str(one.dtype)) for name, one in named if name not in ignored]
     check_agreement(make_collectives(group, torch.device("cpu")), digest(specs))

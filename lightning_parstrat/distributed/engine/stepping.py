@@ -141,6 +141,11 @@ def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     return cast(OptimizerSharding, vars(optimizer)[SHARDING])
 
 
+def has_master_weights(optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps fp32 copies of parameters."""
+    return is_sharded(optimizer) and any(bucket.master is not None for bucket in sharding_of(optimizer).buckets)
+
+
 class OptimizerSharding:
     """The sharding of one optimizer: its buckets, the shard of each parameter, and the objects that move them.
 

@@ -34,7 +34,7 @@ from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, check_shapes
-from lightning_parstrat.distributed.engine.stepping import is_sharded
+from lightning_parstrat.distributed.engine.stepping import has_master_weights, is_sharded
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     CHECKPOINT_KEY,
     FORMAT,
@@ -313,6 +313,11 @@ class Checkpoints(Part):
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         for optimizer, state in zip(optimizers, states, strict=False):
             check_shapes(optimizer, state, names)
+            if MASTER_WEIGHTS in state and not has_master_weights(optimizer):
+                rank_zero_warn(
+                    f"{self._ranks.flag}: the checkpoint has master weights, and this training has none. It begins with"
+                    " the rounded weights. Set `precision`, `gather_dtype` and `master_weights` as before to keep them."
+                )
             if not is_sharded(optimizer):
                 # No other optimizer steps master weights. They would be read whole.
                 state = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}

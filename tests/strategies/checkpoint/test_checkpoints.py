@@ -26,6 +26,7 @@ from tests.pool import RankPool
 from tests.strategies import odd, zoo
 from tests.strategies.checkpoint.trainings import elements_of, load, make, write
 from tests.strategies.parity import make_trainer, train, zero1
+from tests.strategies.test_report import listening
 
 
 def save_after_fit(path: str) -> None:
@@ -167,6 +168,22 @@ def test_state_that_a_hook_changes(pool: RankPool, tmp_path: Path, strategy: str
     assert all((total == 0) == module.in_place and not error for total, error in whole), whole
     for _, error in sharded:
         assert "A hook has changed state/" in error and "lightning-parstrat consolidate" in error, error
+
+
+def resume_without_masters(path: str) -> list[bool]:
+    """Whether a resume with master weights, and one without, says that they are lost."""
+    train(zoo.MLP, zero1(gather_dtype="bf16")).trainer.save_checkpoint(path)
+    said = []
+    for arguments in ({"gather_dtype": "bf16"}, {}):
+        with listening() as lines:
+            trainer = make_trainer(zero1(**arguments), max_epochs=2)
+            trainer.fit(zoo.MLP(), zoo.loader(40, 4), ckpt_path=path)
+        said.append(any("the checkpoint has master weights, and this training has none" in line for line in lines))
+    return said
+
+
+def test_master_weights_that_are_not_taken_over_are_named(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, resume_without_masters, str(tmp_path / "a.ckpt"))[0] == [False, True]
 
 
 def pieces_in(path: Path, rank: int) -> dict[str, tuple[int, int]]:
