@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import itertools
 import sys
 import time
 from abc import abstractmethod
@@ -566,9 +567,14 @@ class ComposedStrategy(DDPStrategy):
 
 
 def _check_names(strategy: type, names: Iterable[str]) -> None:
-    """Raises an error for arguments that neither a class of the strategy has, nor DDP's."""
-    classes = (*strategy.__mro__, DistributedDataParallel)
-    known = {name for one in classes for name in inspect.signature(one.__init__).parameters}
+    """Raises an error for arguments that neither a class of the strategy has, nor DDP, if it wraps the module."""
+    taken = [
+        inspect.signature(one.__init__).parameters
+        for one in itertools.takewhile(lambda one: one is not DDPStrategy, strategy.__mro__)
+    ]
+    if all(any(one.kind is one.VAR_KEYWORD for one in parameters.values()) for parameters in taken):
+        taken += [inspect.signature(one.__init__).parameters for one in (DDPStrategy, DistributedDataParallel)]
+    known = set[str]().union(*taken)
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

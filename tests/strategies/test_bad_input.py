@@ -80,6 +80,9 @@ def test_an_argument_that_there_is_not_is_named_with_the_closest_one() -> None:
     ):
         with pytest.raises(TypeError, match=f"{ours.__name__} has no argument '{name}'. Did you mean {close}"):
             ours(**{name: 4})
+    # No wrapper takes DDP's arguments there.
+    with pytest.raises(TypeError, match=r"ZeRO1Strategy has no argument 'ddp_comm_hook'\. docs"):
+        ZeRO1Strategy(ddp_comm_hook=print)
     with pytest.raises(TypeError, match=r"'sharding_strategy'\. docs/arguments\.md lists"):
         ZeRO3Strategy(sharding_strategy="FULL_SHARD")
 
