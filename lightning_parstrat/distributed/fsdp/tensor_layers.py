@@ -83,7 +83,9 @@ class TensorLayers:
         """The sum of the losses of this step."""
         self._group = next(one.device_mesh for one in cut if isinstance(one, DTensor)).get_group("tensor")
         self._draws = False
+        """Whether code between cut layers has drawn random numbers."""
         self._first_step = ExitStack()
+        """Until it is closed, nothing is compiled in this process."""
         self._first_step.enter_context(torch.compiler.set_stance("force_eager"))
         self._hooks: list[RemovableHandle] = []
         named = dict(module.named_modules())
@@ -103,7 +105,7 @@ class TensorLayers:
                 self._check_at_first_call(named[name], name, [one.layer for one in own if one.takes_shards])
 
     def close(self) -> None:
-        """Removes the hooks. Not collective."""
+        """Removes the hooks, and lets code be compiled. Not collective."""
         self._first_step.close()
         for hook in self._hooks:
             hook.remove()
