@@ -206,7 +206,7 @@ def _ours(strategy: Any) -> Iterator[tuple[Any, str, str]]:
     engine = getattr(strategy, "_engine", None)
     if engine is not None:
         yield engine.reducer, "_launch", "pack"
-        yield engine.reducer, "_flush", "settle"
+        yield engine.reducer, "end_backward", "settle"
         yield engine.reducer, "finish", "settle"
 
 

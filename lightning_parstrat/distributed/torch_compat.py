@@ -10,8 +10,6 @@ Used through this file: what for | what happens without it.
     torch._C._current_graph_task_id
         Separates a gradient of the announced backward from that of a backward inside it | zero1_custom fails in the
         first backward.
-    torch.autograd.Variable._execution_engine
-        Runs the flush of gradients when backward ends, as DDP does | zero1_custom fails in the first backward.
     torch.Tensor._post_accumulate_grad_hooks
         Finds out whether a user's hook was registered after ours, or sees accumulated gradients. Access does not wait
         for a parameter | zero1_custom cannot be imported.
@@ -158,12 +156,6 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 GRADIENT_HOOKS: tuple[Any, ...] = (cast(Any, Tensor)._backward_hooks, cast(Any, Tensor)._post_accumulate_grad_hooks)
 """The attributes of a tensor that hold hooks for its gradient."""
-
-
-call_after_backward: Callable[[Callable[[], None]], None] = cast(
-    Any, torch.autograd.Variable
-)._execution_engine.queue_callback
-"""Calls its argument when the running backward ends."""
 
 
 accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter(

@@ -97,6 +97,7 @@ def squared_error(module: nn.Module, number: int, shape: tuple[int, ...] = (4, 1
 def backward(engine: ShardedDataParallel, loss: Tensor) -> None:
     engine.prepare_backward(loss)
     loss.backward()
+    engine.end_backward()
 
 
 def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -235,6 +235,13 @@ CASES = {
     "backward without a word": Case(odd.Unannounced, strategy=EXPOSED, ddp_tuned=None),
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
+    "gradients before the backward": Case(odd.ByGradientsBefore, oracle="ddp", zero3="appears to not have been used"),
+    # DDP reduces the gradients of one.
+    "two backwards": Case(odd.TwoBackwards, ddp_tuned=None, zero3="Several backwards have run"),
+    "two backwards in a window": Case(
+        odd.TwoBackwards, trainer=WINDOW, ddp_tuned=None, zero3="Several backwards have run"
+    ),
+    "parameters of a class of the user's": Case(odd.OwnClass),
     # Moving targets.
     "toggling": Case(odd.Toggling, trainer=WINDOW),
     "toggling, many buckets": Case(odd.Toggling, trainer=WINDOW, strategy={"bucket_cap_mb": 1e-6}),

@@ -1,5 +1,6 @@
 """Modules and optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
 
+import copy
 from collections import defaultdict
 from importlib.util import find_spec
 from typing import Any
@@ -279,6 +280,10 @@ class ChangesState(MLP):
                 "exp_avg": torch.full_like(first, 0.01),
                 "exp_avg_sq": torch.linspace(0, 1, first.numel(), device=first.device).view_as(first),
             }
+        if batch_idx == 5:
+            state.setdefault(first, {}).get("exp_avg", torch.zeros(())).mul_(0.1)
+            state.update({second: {name: one.clone() for name, one in state.get(second, {}).items()}})
+            assert copy.copy(state).keys() == state.keys()
         if batch_idx == 6:
             state.clear()
         if batch_idx == 8:
@@ -490,6 +495,43 @@ class GradientPenalty(StepsByHand, MLP):
         self.manual_backward(loss)
         optimizer.step()
         return loss.detach()
+
+
+class ByGradientsBefore(MLP):
+    """Reads gradients between the announcement of a backward and the backward, and penalises them."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        (self.seen,) = torch.autograd.grad(loss, self.net[2].bias, retain_graph=True)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        slopes = torch.autograd.grad(loss, list(self.net[0].parameters()), create_graph=True)
+        (loss + 0.3 * sum(slope.pow(2).sum() for slope in slopes)).backward()
+
+
+class TwoBackwards(MLP):
+    """Another backward before that of the loss, and one after it."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (0.1 * loss).backward(retain_graph=True)
+        (0.4 * loss).backward(retain_graph=True)
+        (0.5 * loss).backward()
+
+
+class Doubled(nn.Parameter):
+    """Counts twice in a linear layer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            inputs, weight, *bias = args
+            args = (inputs, 2 * weight.as_subclass(Tensor), *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class OwnClass(MLP):
+    def build(self) -> None:
+        super().build()
+        self.net[0].weight = Doubled(self.net[0].weight.data)
 
 
 class Averaging(MLP):

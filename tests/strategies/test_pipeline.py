@@ -768,7 +768,7 @@ REFUSED = {
     "forward hook": Refused(Hooked, "A forward hook is registered on 'blocks.0'", SHARED),
     "no plan": Refused(Model, "needs a plan of the layers that ranks share", SHARED),
     "whole between cut": Refused(ScaledBetween, "different gradients of blocks.0.inner", SHARED),
-    "scalar": Refused(ScaledBetween, r"'blocks\.0\.inner' of a block has no dimension", SHARDED),
+    "scalar": Refused(ScaledBetween, r"'blocks\.0\.inner' of a block cannot be divided", SHARDED),
     "hook": Refused(Watched, "A hook is registered on", SHARED),
     "odd pipelines": Refused(Model, "need a multiple of 3 ranks, and there are 2", {"data_parallel_size": 3}),
     "odd grid": Refused(Planned, "need a multiple of 4 ranks, and there are 2", {**TWO, **SHARED}),

@@ -41,11 +41,13 @@ class _Purpose(NamedTuple):
     Attributes:
         name: The kind of traffic that it carries.
         timeout: How long a collective may take.
+        backend: What carries it. None for that of the default group.
         members: Its ranks, in order. None for all.
     """
 
     name: str
     timeout: timedelta | None
+    backend: str | None = None
     members: tuple[int, ...] | None = None
 
 
@@ -76,12 +78,12 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of control messages alone, see :func:`process_groups`. Collective on first use."""
-    return _process_group(_Purpose("control", timeout), backend="gloo")
+    return _process_group(_Purpose("control", timeout, "gloo"))
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of sharded checkpoints. A thread may use it while training continues. Collective on first use."""
-    return _process_group(_Purpose("checkpoint", timeout), backend="gloo")
+    return _process_group(_Purpose("checkpoint", timeout, "gloo"))
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
@@ -105,7 +107,7 @@ def _made_groups() -> "dict[_Purpose, weakref.ref[dist.ProcessGroup]]":
     return {} if world is None else _PROCESS_GROUPS.setdefault(world, {})
 
 
-def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.ProcessGroup:
+def _process_group(purpose: _Purpose) -> dist.ProcessGroup:
     _let_worker_threads_finish_at_exit()
     made = _made_groups()
     known = made[purpose]() if purpose in made else None
@@ -115,7 +117,7 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
     # A group of some ranks is made by these alone.
     is_local = purpose.members is not None
     group: dist.ProcessGroup = dist.new_group(
-        purpose.members, timeout=purpose.timeout, backend=backend, use_local_synchronization=is_local
+        purpose.members, timeout=purpose.timeout, backend=purpose.backend, use_local_synchronization=is_local
     )
     made[purpose] = weakref.ref(group)
     return group

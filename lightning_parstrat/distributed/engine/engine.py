@@ -196,7 +196,9 @@ class ShardedDataParallel:
     def end_backward(self, scale: GradientScale | None = None) -> None:
         """Call after a backward that :meth:`prepare_backward` has announced, on all ranks."""
         recorded, self.reducer.recorded = self.reducer.recorded, None
-        if recorded is not None:
+        if recorded is None:
+            self.reducer.end_backward()
+        else:
             self._follow([slot.parameter for slot in recorded])
             if self.reducer.synchronize:
                 self.reduce_local_gradients(scale)

@@ -218,8 +218,8 @@ class ParameterGatherer:
             self.finish()
         except RuntimeError:
             for bucket in list(self._in_flight):
-                self._in_flight.pop(bucket)
-                unmark(bucket.parameters)
+                if self._in_flight.pop(bucket).is_guarded:
+                    unmark(bucket.parameters)
 
     def _arrive(self, bucket: ParameterBucket) -> None:
         with self._lock:
@@ -233,7 +233,8 @@ class ParameterGatherer:
                 bucket.finish_gather(gather.buffer)
                 # Last: another thread that finds an ordinary parameter reads it at once.
                 del self._in_flight[bucket]
-                unmark(bucket.parameters)
+                if gather.is_guarded:
+                    unmark(bucket.parameters)
             if here != gather.stream:
                 # The reader's stream waits. The launching stream, which reads next in most trainings, has waited for
                 # the collective.

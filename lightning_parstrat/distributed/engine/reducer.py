@@ -1,4 +1,4 @@
-"""Gradients are sent while backward runs: ready hooks, launches in a fixed order, and a flush at the end of backward.
+"""Gradients are sent while backward runs: ready hooks, launches in a fixed order, and the rest when backward has ended.
 
 Every rank reduce-scatters the same buckets in the same order. The order in which gradients arrive does not matter. A
 bucket is sent when all its expected gradients have arrived and its predecessors have been sent. At the end of backward,
@@ -18,7 +18,7 @@ every rank steps wait in either case: all ranks need all of their gradients.
 
 If a callback or hook reads or changes gradients (``exposes_gradients``), shards are gathered again at the end of
 backward. The same is done for parameters that every rank steps. ``param.grad`` is then what DDP would show. Otherwise
-it is None after the flush.
+it is None when backward has ended.
 """
 
 import zlib
@@ -41,7 +41,6 @@ from lightning_parstrat.distributed.engine.buckets import GradientBucket, Parame
 from lightning_parstrat.distributed.engine.shown_gradients import expose_gradients
 from lightning_parstrat.distributed.torch_compat import (
     accumulated_gradient_hooks,
-    call_after_backward,
     current_graph_task_id,
 )
 
@@ -181,8 +180,8 @@ class GradientReducer:
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Announces the backward of ``loss``. After an exception in the last backward, this starts over.
 
-        A hook on the loss queues the flush. If a parameter's hook queued it, the flush could belong to the inner graph
-        task of a reentrant activation checkpoint. It would then run too early.
+        Call :meth:`end_backward` after it. A hook on the loss notes its graph task: that of a gradient could be the
+        inner one of a reentrant activation checkpoint.
 
         Args:
             loss: The tensor on which backward is called.
@@ -223,9 +222,8 @@ class GradientReducer:
         return _Backward(scale, buckets, expecting, settles_at_end)
 
     def _enter(self, backward: _Backward) -> None:
-        # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
+        # Again, if the program has called `torch.autograd.grad` for the same loss before.
         backward.graph_task = current_graph_task_id()
-        call_after_backward(partial(self._flush, backward))
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
@@ -245,7 +243,7 @@ class GradientReducer:
         if backward.graph_task is None:
             self._enter(backward)
         if not slot.expected or current_graph_task_id() != backward.graph_task:
-            # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
+            # Within a reentrant checkpoint this may be a part of the gradient: it waits for the end.
             return
         backward.missing[slot.bucket] -= 1
         if backward.missing[slot.bucket] == 0:
@@ -268,9 +266,12 @@ class GradientReducer:
             self._in_flight.append(self._send(bucket, again, backward.scale))
         self._not_waited_for.append(self._in_flight[-1])
 
-    def _flush(self, backward: _Backward) -> None:
-        """Runs when backward has ended: sends flags of gradients to other ranks, and the buckets that are complete."""
+    def end_backward(self) -> None:
+        """Call after a backward that was announced: sends flags of gradients, and the buckets that are complete."""
+        backward = self._backward
         self._remove_loss_hook()
+        if backward is None or backward.message is not None:
+            return
         if self.max_inflight is not None:
             # Other ranks may be waiting in backward for buckets that are not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)

@@ -34,7 +34,8 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
         for slot in bucket.slots:
             # A parameter that no rank used keeps None as its gradient. It neither decays nor moves by its momentum.
             if slot.reduced:
-                slot.parameter.grad = slot.view_into(gradient)
+                # Detached, so that programs may change it by parameters without `torch.no_grad()`, as under DDP.
+                slot.parameter.grad = slot.view_into(gradient).detach()
         if bucket.is_replicated:
             # From here on, only `param.grad` holds the gradient. Zeroing `param.grad` frees it.
             bucket.shard_gradient = bucket.unsharded_gradient = None

@@ -8,7 +8,7 @@ each rank's part of an unsharded state.
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -335,6 +335,23 @@ class StateByShard(defaultdict[Any, Any]):
     @override
     def pop(self, key: Any, *default: Any) -> Any:
         return {} if self._is_elsewhere(key) and not default else super().pop(self._key(key), *default)
+
+    @override
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    # That of `dict` does not call `__setitem__`.
+    update = MutableMapping.update
+
+    @override
+    def copy(self) -> dict[Any, Any]:  # type: ignore[override]
+        return dict(self)
+
+    @override
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 class StateLeftOut(defaultdict[Any, Any]):

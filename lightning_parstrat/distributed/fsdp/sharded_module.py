@@ -77,7 +77,7 @@ def _replaced(parameter: str, unit: str) -> RuntimeError:
 
 
 class NestedBackwardError(NoCollectivesError):
-    """A backward has run within another one."""
+    """Another backward has run within that of a training step's loss, or beside it."""
 
 
 class Leaf(NamedTuple):
@@ -455,15 +455,16 @@ class ShardedModule:
 
         Raises:
             DifferentModulesError: Ranks have run different units, or in another order, in forward or in backward.
-            NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
+            NestedBackwardError: More backwards have run than were announced, which FSDP2 reduces wrongly.
             RefusedWriteError: Some rank has written what cannot be kept. Raised on all ranks.
         """
         if not self._backwards:
             return
         if len(self._graph_tasks) > self._backwards:
             raise NestedBackwardError(
-                "A backward has run within a training step's backward, after which FSDP2's gradients are wrong."
-                " Activation checkpointing does so with use_reentrant=True: pass use_reentrant=False."
+                "Several backwards have run for the loss of a training step, after which FSDP2's gradients are wrong."
+                " In a `backward` of the module, add losses up, and run one. Activation checkpointing runs some with"
+                " use_reentrant=True: pass use_reentrant=False."
             )
         used = [number in self._used for number in range(len(self.leaves))]
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.

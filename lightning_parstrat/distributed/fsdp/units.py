@@ -58,8 +58,9 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module], roots_too: b
     """Parameters that FSDP2 cannot shard, or only after a change: they stay whole on every rank.
 
     There are four kinds. First, parameters without a dimension or an element, complex ones, and those that have no
-    gradients. Second, parameters whose memory is shared, or not contiguous. Third, names that DDP ignores. Fourth, in a
-    unit of several dtypes, all parameters but those of the most common dtype. Not collective.
+    gradients. Second, parameters whose memory is shared, or not contiguous, or whose class has its own
+    ``__torch_function__``. Third, names that DDP ignores. Fourth, in a unit of several dtypes, all parameters but those
+    of the most common dtype. Not collective.
 
     Args:
         module: The root.
@@ -67,7 +68,7 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module], roots_too: b
         roots_too: Whether all parameters outside of units stay whole, too.
     """
     ignored = names_ignored_by_ddp(module)
-    whole: set[Tensor] = {p for name, p in module.named_parameters() if name in ignored or not _can_be_sharded(p)}
+    whole: set[Tensor] = {p for name, p in module.named_parameters() if name in ignored or not can_be_sharded(p)}
     whole |= sharing_memory([*module.parameters(), *module.buffers()]) & set(module.parameters())
     taken: set[Tensor] = set()
     for unit in units if roots_too else (*units, module):
@@ -113,9 +114,11 @@ _ROUNDED_BY_AUTOCAST = {
 }
 
 
-def _can_be_sharded(parameter: Tensor) -> bool:
+def can_be_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 can shard a parameter. It replaces parameters by those of torch's class. Not collective."""
     has_elements = parameter.dim() > 0 and parameter.numel() > 0
-    return has_elements and parameter.is_floating_point() and parameter.is_contiguous()
+    is_torchs = type(parameter).__torch_function__ is nn.Parameter.__torch_function__
+    return is_torchs and has_elements and parameter.is_floating_point() and parameter.is_contiguous()
 
 
 def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:

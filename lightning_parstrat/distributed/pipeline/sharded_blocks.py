@@ -24,6 +24,7 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
+from lightning_parstrat.distributed.fsdp.units import can_be_sharded
 from lightning_parstrat.distributed.pipeline.no_values import without_memory
 from lightning_parstrat.distributed.torch_compat import (
     has_forward_hooks,
@@ -226,11 +227,13 @@ def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module], grid: Grid) -> N
                 f"A forward hook is registered on {name!r} or a module in it, and the ranks of a stage divide copies of"
                 " blocks. Register it in `on_fit_start`, or set shard='state' and tensor_parallel_size=1."
             )
-        scalar = next((n for n, one in block.named_parameters() if grid.data > 1 and not one.dim()), None)
-        if scalar is not None:
+        parameters = block.named_parameters() if grid.data > 1 else ()
+        whole = next((own_name for own_name, one in parameters if not can_be_sharded(one)), None)
+        if whole is not None:
             raise ValueError(
-                f"The parameter '{name}.{scalar}' of a block has no dimension, and cannot be divided. Give it one, as"
-                " in `torch.ones(1)`, or set shard='state'."
+                f"The parameter '{name}.{whole}' of a block cannot be divided. FSDP2 needs a dimension, as in"
+                " `torch.ones(1)`, elements, contiguous floating-point memory, and a class without its own"
+                " `__torch_function__`. Change the parameter, or set shard='state'."
             )
     owners: dict[Tensor, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -95,12 +95,20 @@ def users_methods(owner: Any) -> dict[str, Any]:
     """The methods that a user has defined, on the class or on the object. LambdaCallback sets them on the object."""
     own = vars(owner)
     names = sorted({*dir(type(owner)), *own})
-    found = {name: own[name] if name in own else getattr(type(owner), name, None) for name in names}
+    found = {name: _function(own[name] if name in own else getattr(type(owner), name, None)) for name in names}
     return {
         name: one
         for name, one in found.items()
         if inspect.isroutine(one) and not (getattr(one, "__module__", None) or "").startswith(_LIBRARIES)
     }
+
+
+def _function(value: Any) -> Any:
+    """What runs if a value is called: LambdaCallback takes any callable, such as a `functools.partial`."""
+    while isinstance(value, partial):
+        value = value.func
+    is_object = callable(value) and not (inspect.isroutine(value) or inspect.isclass(value))
+    return type(value).__call__ if is_object else value
 
 
 def _named(owner: Any, hooks: Collection[str], names: Collection[str]) -> list[str]:

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.agreement import any_rank
+from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed, most_open_files
 from lightning_parstrat.distributed.comm.process_groups import (
     checkpoint_group,
     connect_on_demand,
+    control_group,
     process_groups,
     subgroup,
 )
@@ -35,6 +38,19 @@ def groups_twice() -> tuple[int, bool, str]:
 
 def test_process_groups_are_separate_and_made_once_for_each_purpose(pool: RankPool) -> None:
     assert pool.run(4, groups_twice) == [(3, True, "gloo")] * 4
+
+
+def agree_beside_gpus(folder: str) -> bool:
+    """Whether ranks of a part of the control group agree if the default group carries tensors of GPUs alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    mates = [0, 1] if rank < 2 else [2, 3]
+    return any_rank(rank == 3, make_collectives(subgroup(control_group(), mates), torch.device("cpu")))
+
+
+def test_messages_of_some_ranks_need_no_gpu_either(own_pool: RankPool, tmp_path: Path) -> None:
+    assert own_pool.run(4, agree_beside_gpus, str(tmp_path)) == [False, False, True, True]
 
 
 def sockets() -> int:
@@ -67,6 +83,7 @@ def sockets_of_first_step() -> int:
     loss = module(torch.ones(2, 6)).sum()
     engine.prepare_backward(loss)
     loss.backward()
+    engine.end_backward()
     optimizer.step()
     engine.close()
     return sockets() - before

@@ -39,6 +39,7 @@ def untouched_half() -> int:
     with mock.patch.object(engine.reducer.collectives, "reduce_scatter", side_effect=reduce) as sent:
         # What has a graph is not kept with it.
         loss.backward(create_graph=True)
+        engine.end_backward()
         engine.reducer.finish(engine.buckets)
     assert all(parameter.grad is None for parameter in one.parameters())
     shards = [engine.slots[parameter].shard for parameter in two.parameters()]

@@ -1,6 +1,7 @@
 """Hooks and callbacks see, and change, the gradients that DDP would show."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,6 +61,14 @@ class Replaces(zoo.MLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.net[0].weight.grad = None
         self.net[2].bias.grad.zero_()
+
+
+class Decays(zoo.MLP):
+    """Changes gradients in place by parameters, without `torch.no_grad()`."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(parameter, alpha=0.1)
 
 
 class OwnStep(zoo.MLP):
@@ -124,7 +133,7 @@ ROWS = {
     "unused": Row(zoo.UnusedBySomeRanks, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
     "on one rank": Row(zoo.MLP, lambda: Watcher() if dist.get_rank() == 0 else None),
-    **{module.__name__: Row(module) for module in (Noisy, OwnStep, ByGradientLastSeen)},
+    **{module.__name__: Row(module) for module in (Noisy, Decays, OwnStep, ByGradientLastSeen)},
     "Replaces": Row(Replaces, ranks=3),
     "on demand": Row(OnDemand, reference=Noisy),
     "on demand, one rank": Row(OnDemand, ranks=1, reference=Noisy),
@@ -150,7 +159,17 @@ def beside_ddp(name: str) -> tuple[float, float]:
     return largest_difference(*runs), worst(apart)
 
 
-QUICK = ("clipped by norm", "accumulated", "unused", "by hand", "OwnStep", "Replaces", "on demand", "on one rank")
+QUICK = (
+    "Decays",
+    "clipped by norm",
+    "accumulated",
+    "unused",
+    "by hand",
+    "OwnStep",
+    "Replaces",
+    "on demand",
+    "on one rank",
+)
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ROWS))
@@ -209,6 +228,11 @@ class Averages(zoo.MLP):
         self.norms = [parameter.norm() for parameter in self.parameters()]
 
 
+class Looks:
+    def __call__(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen = [parameter.grad for parameter in pl_module.parameters()]
+
+
 class OwnPrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
@@ -220,6 +244,8 @@ def test_observers_are_named() -> None:
         (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), Recorder(), Averaging()], []),
         (zoo.MLP, [Watcher()], [f"Watcher.{hook}" for hook in hooks]),
         (zoo.MLP, [LambdaCallback(on_after_backward=print)], ["LambdaCallback.on_after_backward"]),
+        (zoo.MLP, [LambdaCallback(on_after_backward=partial(print, 1))], ["LambdaCallback.on_after_backward"]),
+        (zoo.MLP, [LambdaCallback(on_train_batch_end=Looks())], ["LambdaCallback.on_train_batch_end"]),
         (Noisy, [], ["Noisy.on_before_optimizer_step"]),
         (zoo.Adversarial, [], ["manual optimization"]),
         (Averages, [], []),
