@@ -20,7 +20,7 @@ PREFIX = ".saving-"
 
 _TEMPORARY = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 _BEING_REPLACED = "-being-replaced-by-parstrat"
-_IS_THERE_AGAIN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
+_BY_ANOTHER_JOB = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
 _TRIES = 100
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 
@@ -93,18 +93,19 @@ def put_in_place(temporary: Path, path: Path) -> None:
     check_may_be_replaced(path)
     replaced = _replaced_name(path)
     for tries_left in reversed(range(_TRIES)):
-        # rename(2) puts a file over a file or a link, but a folder over neither.
-        if os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink())):
-            # Between the two renames no file has the name, so the old one stays until after them.
-            remove_atomically(replaced)
-            os.rename(path, replaced)
         try:
+            # rename(2) puts a file over a file or a link, but a folder over neither.
+            if os.path.lexists(path) and (temporary.is_dir() or (path.is_dir() and not path.is_symlink())):
+                # Between the two renames no file has the name, so the old one stays until after them.
+                remove_atomically(replaced)
+                os.rename(path, replaced)
             os.replace(temporary, path)
             break
         except OSError as error:
-            recover(path)
-            # Another job has restored the old one in between, because it reads it.
-            if error.errno not in _IS_THERE_AGAIN or not tries_left:
+            with suppress(FileNotFoundError):
+                recover(path)
+            # Another job has restored the old one in between, because it reads it. Or it saves under the same name.
+            if error.errno not in _BY_ANOTHER_JOB or not tries_left or not os.path.lexists(temporary):
                 raise
     # The folder is synced as well: it holds the name, and a crash could restore the old one.
     sync(path.parent)
@@ -121,18 +122,20 @@ def check_may_be_replaced(path: Path) -> None:
         FileExistsError: ``path`` is a device, or the like.
     """
     try:
-        # Read once: another job may remove it meanwhile.
+        # Read once: another job may remove or replace it meanwhile.
         kind = path.stat().st_mode
     except OSError:
         return
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
         # Otherwise root's save to /dev/null would leave a file there, for the whole machine.
         raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
-    if not path.is_dir() or path.is_symlink():
-        return
+    names: list[str] = []
+    if stat.S_ISDIR(kind) and not path.is_symlink():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            names = os.listdir(path)
     others = sorted(
         name
-        for name in os.listdir(path)
+        for name in names
         if not (name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt")
     )
     if others:

@@ -45,7 +45,7 @@ from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
 from lightning_parstrat.strategies.data.rank_shares import DividedRanks
-from lightning_parstrat.strategies.evaluation import leave_out_padding
+from lightning_parstrat.strategies.evaluation import SamplesOnce
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
 from lightning_parstrat.strategies.launch.elastic import adopt_started, started_ranks
@@ -135,7 +135,6 @@ class ComposedStrategy(DDPStrategy):
             stall_warning_seconds=stall_warning_seconds,
         )
         super().__init__(**kwargs)
-        self._is_exact = exact_evaluation
         self._is_timed = False
         """Whether the seconds of a forward are measured."""
         self._ranks = Ranks(self, self.flag, self._timeout, policy, self._module_called)
@@ -152,10 +151,13 @@ class ComposedStrategy(DDPStrategy):
             self._resume,
             self._checkpoints,
             self._accumulation,
-            Preemption(self, self._ranks, self._resume, self.wait_for_saves, self._end_step, synchronize),
             self._fit_report,
+            # Its end of a training may be an exception.
+            Preemption(self, self._ranks, self._resume, self.wait_for_saves, self._end_step, synchronize),
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
+        if exact_evaluation:
+            self._parts.append(SamplesOnce(self))
         self._shares: DividedRanks | None = None
         if keep_global_batch or rank_shares != "equal":
             self._shares = DividedRanks(
@@ -392,8 +394,6 @@ class ComposedStrategy(DDPStrategy):
         """Prepares a loader of training or evaluation. Collective."""
         # A module may return the same loaders in every epoch. Then this is the stand-in of the epoch before.
         dataloader = super().process_dataloader(users_own(dataloader))
-        if self._is_exact:
-            leave_out_padding(self._training_module.trainer, dataloader)
         for part in self._parts:
             dataloader = part.process_dataloader(dataloader)
         return dataloader

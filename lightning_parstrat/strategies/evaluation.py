@@ -38,32 +38,54 @@ def _evaluates(trainer: Trainer) -> bool:
     return trainer.state.stage not in (None, RunningStage.TRAINING)
 
 
-def leave_out_padding(trainer: Trainer, dataloader: Any) -> None:
+class SamplesOnce(Part):
     """Makes the distributed sampler of an evaluation's loader draw each sample once, on one rank.
 
     Lightning repeats some to make ranks equal. Other samplers are left, and so is one that leaves samples out rather
     than repeat some (``drop_last=True``).
 
-    Raises:
-        MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
+    Args:
+        strategy: The strategy that it is a part of.
     """
-    if not _evaluates(trainer) or not isinstance(dataloader, DataLoader):
-        return
-    # If the user has a batch sampler, Lightning puts its sampler into that, and leaves the loader's own sampler.
-    found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
-    sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
-    if sampler is None or sampler.drop_last:
-        return
-    samples = len(sampler.dataset)  # type: ignore[arg-type]
-    if samples < sampler.num_replicas:
-        raise MisconfigurationException(
-            f"exact_evaluation=True needs a sample for every rank, and a loader has {counted(samples, 'sample')} for"
-            f" {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then samples are"
-            " repeated."
-        )
-    # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
-    sampler.total_size = samples
-    sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+
+    def __init__(self, strategy: DDPStrategy) -> None:
+        super().__init__(strategy)
+        self._sizes: list[tuple[DistributedSampler[Any], int, int]] = []
+        """Samplers with their own sizes. A sampler of the user's may be that of a training, too."""
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Changes the loader's sampler.
+
+        Raises:
+            MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
+        """
+        if not _evaluates(self._trainer) or not isinstance(dataloader, DataLoader):
+            return dataloader
+        # If the user has a batch sampler, Lightning puts its sampler into that, and leaves the loader's own sampler.
+        found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
+        sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
+        if sampler is None or sampler.drop_last:
+            return dataloader
+        samples = len(sampler.dataset)  # type: ignore[arg-type]
+        if samples < sampler.num_replicas:
+            raise MisconfigurationException(
+                f"exact_evaluation=True needs a sample for every rank, and a loader has {counted(samples, 'sample')}"
+                f" for {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then"
+                " samples are repeated."
+            )
+        self._sizes.append((sampler, sampler.total_size, sampler.num_samples))
+        # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
+        sampler.total_size = samples
+        sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+        return dataloader
+
+    @override
+    def teardown(self) -> None:
+        """Gives the samplers their sizes again."""
+        for sampler, total_size, num_samples in reversed(self._sizes):
+            sampler.total_size, sampler.num_samples = total_size, num_samples
+        self._sizes = []
 
 
 class StepsOfAllRanks(Part):

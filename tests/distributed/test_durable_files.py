@@ -72,6 +72,23 @@ def test_another_job_may_look_for_it_between_the_two_renames(tmp_path: Path) -> 
     looking.result()
 
 
+@pytest.mark.parametrize("others", ["file", "folder"])
+def test_two_jobs_may_save_under_one_name(tmp_path: Path, others: str) -> None:
+    path = tmp_path / "last.ckpt"
+
+    def save(kind: str, times: int = 1000) -> None:
+        for _ in range(times):
+            temporary = temporary_name(tmp_path)
+            make(temporary, kind, kind)
+            put_in_place(temporary, path)
+
+    with ThreadPoolExecutor(2) as jobs:
+        for job in [jobs.submit(save, kind) for kind in ("folder", others)]:
+            job.result()
+    save("folder", times=1)
+    assert content(path) == "folder" and list(tmp_path.iterdir()) == [path]
+
+
 def replaced_until(end: BaseException, path: Path, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces ``path`` until the second of the two renames ends by an error or, as if by a kill, otherwise."""
     temporary = temporary_name(path.parent)

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_parstrat.distributed.comm.agreement import any_rank_for_each
 from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
@@ -145,8 +146,13 @@ class Preemption(Part):
 
     @override
     def on_train_end(self) -> None:
-        """Ends the checks between batches."""
+        """Ends the checks between batches, and answers signals that came since the last one. Collective."""
         self._remove_callback()
+        bits = (_TERMINATE, _REQUEUE)
+        own = self._asked_to | self._ranks.messages.signal
+        found = any_rank_for_each([bool(own & bit) for bit in bits], self._ranks.control)
+        self._asked_to = sum(bit for bit, is_set in zip(bits, found, strict=True) if is_set)
+        self.begin_batch(self._trainer)
 
     @override
     def teardown(self) -> None:
@@ -157,6 +163,10 @@ class Preemption(Part):
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             give_back_signals(self._trainer)
             self._callback = None
+            is_noted = self._ranks.messages.signal & _TERMINATE and not self._trainer.interrupted
+            if is_noted and not callable(self._replaced.get(signal.SIGTERM)):
+                # No batch has answered it: for example, a resumed training was complete.
+                signal.raise_signal(signal.SIGTERM)
 
     def _remove_callback(self) -> None:
         # In place: tuners replace the list for a while, and look into their own list afterwards.
@@ -192,7 +202,7 @@ class Preemption(Part):
     def begin_batch(self, trainer: Trainer, *_: Any) -> None:
         """Saves if any rank got a signal before, and before any work on this batch.
 
-        All work on the last batch is done: hooks, validation, the end of the epoch.
+        All work on the last batch is done: hooks, validation, the end of the epoch. Collective then.
         """
         asked_to, self._asked_to = self._asked_to, 0
         if not asked_to:

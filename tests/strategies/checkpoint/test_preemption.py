@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,79 @@ def test_all_ranks_save_after_the_same_batch_and_end(
     if requeues:
         checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
         assert checkpoint["global_step"] == expected[-1] and checkpoint[CHECKPOINT_KEY]["slurm_job"] == "7"
+
+
+class ToldAtTheEnd(Callback):
+    """The last rank gets a signal in the last batch, in the last validation, or before the training."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def _tell(self, trainer: Trainer, place: str) -> None:
+        if place == self.place and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, "before")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 9:
+            self._tell(trainer, "batch")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._tell(trainer, "validation")
+
+
+def told_at_the_end(folder: str, strategy: str, place: str) -> tuple[Any, bool, str, int]:
+    """How a training ends that is told to, whether its handlers are given back, its last step and what resumes."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    saves = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1000, save_on_train_epoch_end=False)
+    data, ended = zoo.loader(80, 4, rank=dist.get_rank(), world_size=2), None
+    arguments = {"enable_checkpointing": True, "default_root_dir": folder}
+    try:
+        trainer = make_trainer(make(strategy), callbacks=[ToldAtTheEnd(place), saves], **arguments)
+        try:
+            trainer.fit(zoo.MLP(), data, data)
+        except SystemExit as exit:
+            ended = exit.code
+        given_back = signal.signal(signal.SIGTERM, before) is not before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    resumed = make_trainer(make(strategy), **arguments)
+    resumed.fit(zoo.MLP(), data, ckpt_path=f"{folder}/last.ckpt")
+    return ended, given_back, str(trainer.state.status.value), resumed.global_step
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [("zero1", "batch"), ("zero1", "validation"), ("zero3", "batch"), ("tuned", "batch"), ("tuned", "validation")],
+)
+def test_a_signal_in_the_last_batch_or_validation_ends_the_program(
+    pool: RankPool, tmp_path: Path, strategy: str, place: str
+) -> None:
+    assert pool.run(2, told_at_the_end, str(tmp_path), strategy, place) == [(143, True, "interrupted", 10)] * 2
+
+
+COMPLETE = """
+import sys
+from lightning.pytorch import Trainer
+from tests.strategies import zoo
+from tests.strategies.checkpoint.test_preemption import ToldAtTheEnd
+arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": sys.argv[1], "logger": False}
+trainer = Trainer(strategy="zero1_custom", **arguments)
+trainer.fit(zoo.MLP(), zoo.loader(8, 4))
+trainer.save_checkpoint(f"{sys.argv[1]}/done.ckpt")
+again = Trainer(strategy="zero1_custom", callbacks=[ToldAtTheEnd("before")], **arguments)
+again.fit(zoo.MLP(), zoo.loader(8, 4), ckpt_path=f"{sys.argv[1]}/done.ckpt")
+print("goes on")
+"""
+
+
+def test_a_signal_is_not_lost_in_a_training_that_is_complete(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPLETE, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGTERM and "goes on" not in ended.stdout, ended.stderr[-2000:]
 
 
 def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:
