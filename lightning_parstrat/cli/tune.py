@@ -290,7 +290,7 @@ def _section(one: Candidate, accumulate: int) -> dict[str, Any]:
 
 def _run(command: Sequence[str], target: Path, timeout: float) -> str:
     """Why a command has failed: the last error that it has printed, or its last line. Empty if it has not."""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
             stdout=output,

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat import AutoStrategy
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.cli.tune import _costs, candidates
+from lightning_parstrat.cli.tune import _costs, _run, candidates
 from tests.pool import RankPool
 from tests.scripts import run_python, run_script
 from tests.strategies import zoo
@@ -151,6 +151,11 @@ def test_predictions_put_first_what_suits_the_link() -> None:
     # If ranks do not wait, nothing can be ruled out but by its bubble.
     own, *others = candidates(fast)
     assert {_costs(own, fast).predicted(one) for one in [own, *others] if one.windows == 1} == {0.6}
+
+
+def test_a_run_may_print_any_bytes(tmp_path: Path) -> None:
+    printed = r"import sys; sys.stdout.buffer.write(b'ValueError: caf\xe9\n'); sys.exit(3)"
+    assert _run([sys.executable, "-c", printed], tmp_path / "times", 60.0) == "exit code 3: ValueError: caf\ufffd"
 
 
 def test_a_slow_loader_is_as_slow_under_each_strategy() -> None:

@@ -371,20 +371,20 @@ class Checkpoints(Part):
         """
         if self._wait is not None:
             with watching("the end of a save"):
-                self._finish_save(removes=self._strategy.is_global_zero)
+                self._finish_save()
 
-    def _finish_save(self, removes: bool) -> None:
+    def _finish_save(self) -> None:
         # Cleared first: a failed save has ended, too, and must not be waited for again.
         (wait, self._wait), (obsolete, self._obsolete) = (self._wait, None), (self._obsolete, [])
         try:
             if wait is not None:
                 wait()
-        except CheckpointNotSavedError:
+        except RuntimeError:
             kept = [str(path) for path in obsolete if path.exists()]
             if kept:
                 rank_zero_warn(f"Kept because its successor was not saved: {', '.join(kept)}.")
             raise
-        for path in obsolete if removes else ():
+        for path in obsolete if self._strategy.is_global_zero else ():
             remove_atomically(path)
 
     def leaves_out_barrier(self, names: tuple[Any, ...]) -> bool:
@@ -399,7 +399,7 @@ class Checkpoints(Part):
         """Waits for a checkpoint that is still being written, for example after an exception."""
         self._trains = False
         try:
-            self._finish_save(removes=False)
+            self._finish_save()
         # Only a warning: in teardown, an error would hide the error that ended the training.
         except RuntimeError as error:
             rank_zero_warn(f"A checkpoint was not saved: {error}")

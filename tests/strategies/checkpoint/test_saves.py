@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
@@ -225,6 +226,29 @@ def best_of_two(folder: str, form: str) -> list[bool]:
 @pytest.mark.parametrize("form", ["sharded", "async"])
 def test_names_are_counted_up_for_what_is_still_being_written(pool: RankPool, tmp_path: Path, form: str) -> None:
     assert pool.run(2, best_of_two, str(tmp_path), form) == [[True, True]] * 2
+
+
+class Breaks(zoo.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise KeyError("the program's own")
+        return super().training_step(batch, batch_idx)
+
+
+def kept_after_an_exception(folder: str, form: str) -> list[str]:
+    latest = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, filename="{step}")
+    trainer = make_trainer(make("zero1", form), callbacks=[latest], enable_checkpointing=True)
+    with pytest.raises(KeyError, match="own"):
+        trainer.fit(Breaks(), zoo.loader(24, 4))
+    dist.barrier()
+    return [one.name for one in Path(folder).iterdir()]
+
+
+@pytest.mark.parametrize("form", ["sharded", "async"])
+def test_what_a_complete_save_replaces_is_removed_after_an_exception_too(
+    pool: RankPool, tmp_path: Path, form: str
+) -> None:
+    assert pool.run(2, kept_after_an_exception, str(tmp_path), form) == [["step=3.ckpt"]] * 2
 
 
 def saved_at_home(home: str, path: str, form: str) -> bool:
