@@ -20,7 +20,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.reducers import CommHook, reason_to_keep, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
-from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
+from lightning_parstrat.distributed.torch_compat import check_reducer_finalized, is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.lightning_compat import trained
 from lightning_parstrat.strategies.report import line_of_training
@@ -257,12 +257,14 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Compares which parameters the ranks have trained in the last step.
+        """Checks which parameters the ranks have trained in the last step.
 
         Raises:
             DifferentParametersError: The ranks have trained different parameters.
+            RuntimeError: DDP waits for gradients of parameters that were not used.
         """
         super().on_train_end()
+        check_reducer_finalized(self._ddp)
         self._trained.settle()
 
     @override

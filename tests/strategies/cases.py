@@ -141,6 +141,7 @@ CASES = {
     "attention": Case(zoo.Attention),
     "recurrent": Case(zoo.Recurrent),
     "unused": Case(zoo.Unused, ddp_tuned=WAITS),
+    "unused in the only step": Case(zoo.Unused, trainer={"limit_train_batches": 1}, ddp_tuned=WAITS),
     "frozen": Case(zoo.Frozen),
     "a frozen teacher": Case(zoo.Distilled, world_sizes=(2,)),
     "bare parameters": Case(zoo.BareParameters),

@@ -77,6 +77,33 @@ def test_ranks_that_use_other_layers_follow_rank_0(pool: RankPool) -> None:
     assert max(distance for distance, _ in found) <= FP32
 
 
+class KeepsItsOptimizer(RegisteredBackwards):
+    """In bf16, with steps that are too small for it."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "optimizer"):
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=1e-4)
+        return self.optimizer
+
+
+def in_one_and_two_fits() -> tuple[list[float], list[float]]:
+    """Weights after two epochs in one fit, and in two that have one optimizer."""
+    ended = []
+    for epochs in ((2,), (1, 1)):
+        torch.manual_seed(0)
+        module = KeepsItsOptimizer()
+        for number in epochs:
+            trainer = make_trainer(zero1(), max_epochs=number, precision="bf16-true")
+            trainer.fit(module, zoo.loader(80, 4, dtype=torch.bfloat16))
+        ended.append([float(one.detach().double().sum()) for one in module.parameters()])
+    return ended[0], ended[1]
+
+
+def test_master_weights_without_other_state_are_kept(pool: RankPool) -> None:
+    for once, twice in pool.run(2, in_one_and_two_fits):
+        assert once == twice
+
+
 def resumed_plans(folder: str) -> tuple[list[str], list[str]]:
     """The order after a resume from a checkpoint of ``zero1_custom``, and from one of ``ddp``."""
     plans = []

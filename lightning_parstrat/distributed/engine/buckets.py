@@ -289,6 +289,11 @@ class ParameterBucket(GradientBucket):
         return users_of_storage(self.flat) <= self._own_users
 
     @property
+    def has_own_master(self) -> bool:
+        """Whether master weights have more than the shard, from which they are made at first."""
+        return self.master is not None and not torch.equal(self.master, self.shard.to(self.master.dtype))
+
+    @property
     def storages(self) -> set[int]:
         """Addresses of the buffer, and of the one that parameters had before it. A view of one keeps all of it."""
         return {self._first_storage, self.flat.untyped_storage().data_ptr()}

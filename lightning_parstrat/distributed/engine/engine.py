@@ -111,6 +111,12 @@ class ShardedDataParallel:
         self._known: list[set[Tensor]] = []
         """Each optimizer's parameters when buckets were made last."""
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
+        dtypes = {one.dtype for number in self._partitions for one in grouped_parameters(self.optimizers[number])}
+        if policy.master_weights is True and not any(map(policy.master_dtype, dtypes)):
+            raise ValueError(
+                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
+                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
+            )
         self.shardings = {
             number: OptimizerSharding(self.optimizers[number], self.reducer, self.gatherer, self.adopt_added_parameters)
             for number in self._partitions
@@ -124,11 +130,6 @@ class ShardedDataParallel:
         names, moved = self._names(), left.keys() & self.slots.keys()
         self.held_elsewhere = [names.get(one, UNNAMED) for one in moving if one in moved and not left[one].expired()]
         """Parameters whose earlier memory something else holds. It does not change any more."""
-        if policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
-            raise ValueError(
-                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
-                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
-            )
         self.reducer.collectives.connect(device)
         self.gatherer.collectives.connect(device, reduces=False)
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
@@ -151,13 +152,11 @@ class ShardedDataParallel:
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
         """Within it, ``param.grad`` shows the mean gradients, to read or to change. Collective."""
-        self.reducer.finish(self.buckets)
-        if self.reducer.exposes_gradients:
-            yield
-            return
         with ExitStack() as shown:
             with met("`full_gradients()`", self.reducer.control.group, "Enter it on all ranks."):
-                shown.enter_context(full_gradients(self.buckets, self.reducer.collectives))
+                self.reducer.finish(self.buckets)
+                if not self.reducer.exposes_gradients:
+                    shown.enter_context(full_gradients(self.buckets, self.reducer.collectives))
             yield
 
     @property
@@ -215,8 +214,9 @@ class ShardedDataParallel:
         names, control = self._names(), self.reducer.control
         order = broadcast_object([names[parameter] for parameter in made if parameter in names], control.group)
         fits = self._planner(order).fits(self.buckets)
-        # A rank that owns no parameter of an optimizer has no state of it, either.
+        # A rank that owns no parameter of an optimizer has no state of it, either. SGD may have master weights alone.
         is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
+        is_bound = is_bound or any(bucket.has_own_master for bucket in self.buckets)
         if fits or any_rank(is_bound, control):
             return
         storages = self._storages()

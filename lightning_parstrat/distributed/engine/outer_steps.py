@@ -144,7 +144,7 @@ class OuterSteps:
         stepped.copy_(torch.where(stepped == sent, held, held + (stepped - sent)))
 
     def abandon(self, step: int) -> None:
-        """Drops a meeting that other ranks may not finish. Not collective.
+        """Drops a meeting that other ranks may not finish, and the global parameters. Not collective.
 
         Args:
             step: The number of steps so far.
@@ -152,7 +152,7 @@ class OuterSteps:
         if self._meeting:
             set_aside([exchange.in_flight for _, exchange in self._meeting.values()])
             _LEFT_OPEN[self.sums.group] = step
-        self._meeting = {}
+        self._meeting, self._global = {}, {}
 
     @property
     def left_open(self) -> int:

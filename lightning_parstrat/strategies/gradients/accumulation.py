@@ -161,6 +161,8 @@ class Accumulation(Part):
 
     def begin_backward(self, loss: Tensor) -> None:
         """Makes backward weigh the loss. The last backward of a window leaves the mean over the whole window."""
+        # The program may have caught an exception in the last backward.
+        self._remove_loss_hook()
         factor = self._factor_of_loss()
         if factor is not None and loss.requires_grad:
             # Its gradient is weighed, not the loss: plugins and hooks of the user get the loss unchanged.
@@ -186,11 +188,14 @@ class Accumulation(Part):
             self.scale = functools.cache(self._scale_of_window)
         return factor
 
-    def _end_backward(self) -> None:
+    def _remove_loss_hook(self) -> None:
         if self._loss_hook is not None:
-            # The program may run backward on the same loss again, with another weight.
             self._loss_hook.remove()
             self._loss_hook = None
+
+    def _end_backward(self) -> None:
+        # The program may run backward on the same loss again, with another weight.
+        self._remove_loss_hook()
         if self._weights is not None:
             self._weights.end_backward()
         self._hooks.end_backward(not self.accumulates, True)
