@@ -725,7 +725,7 @@ class NormedTwice(Normed):
 
 
 REFUSED = {
-    "skip": Refused(Skips, "what another stage computes"),
+    "skip": Refused(Skips, r"self\.log\('val_loss', \.\.\.\)` takes what another stage computes.*through the blocks"),
     "skip, sharded": Refused(AddsBetween, "'blocks.2' depends on what another stage computes", SHARDED, ranks=4),
     "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),

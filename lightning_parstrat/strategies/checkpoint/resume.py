@@ -483,7 +483,7 @@ def _warn_of_hooks(trainer: Trainer) -> None:
     if names:
         rank_zero_warn(
             f"Training resumes within an epoch, and Lightning does not call `{hook}` of {', '.join(names)} again."
-            " What it has set, such as frozen layers or an accumulation factor, may be missing until the next epoch."
+            " What it has set, such as frozen layers or an accumulation factor, is missing until it sets that again."
             " Set it in `on_train_start`, too, or save at the end of an epoch."
         )
 

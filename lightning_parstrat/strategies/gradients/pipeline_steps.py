@@ -387,9 +387,9 @@ class _Taken:
             return
         if isinstance(value, Tensor) and not has_memory(value):
             raise PipelineError(
-                f"`self.log({name!r}, ...)` logs what another stage computes, such as a block's auxiliary loss. The"
-                " stage that computes the loss logs: it sees what the block before it returns, its own blocks, and what"
-                " follows."
+                f"`self.log({name!r}, ...)` takes what another stage computes: the output of an earlier block,"
+                " parameters, or a loss that a block keeps. The last stage logs, and gets the output of the block"
+                " before it. Pass on what it needs through the blocks, also if this is the loss of the step."
             )
         kwargs.update(zip(_names_of_log(type(self._module))[3:], args, strict=False))
         calls.append(_Call(name, self._portable(value), kwargs))
