@@ -158,6 +158,14 @@ def recover(path: Path) -> None:
                 raise
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from others that have had its name. None if it is gone."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
 def remove(path: Path) -> None:
     """Removes a file, a link or a folder, if it exists."""
     try:

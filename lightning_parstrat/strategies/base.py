@@ -105,7 +105,7 @@ class ComposedStrategy(DDPStrategy):
     """Whether a module's parameters may already be in shards."""
 
     _of_one_training: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that belong to one training and its ranks. They are None outside of it, and are not copied."""
+    """Attributes that belong to one training and its ranks. Copies have None instead."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class ComposedStrategy(DDPStrategy):
         self._accumulation.on_gradient_norm(listener)
 
     def note_choice(self, measured: Mapping[str, Any]) -> None:
-        """Lets the next fit say what ``lightning-parstrat tune`` has measured, and warn if it is another training.
+        """Lets fits say what ``lightning-parstrat tune`` has measured, and warn if it is another training.
 
         Args:
             measured: What the command has written, and the path of its file.

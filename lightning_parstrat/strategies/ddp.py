@@ -34,7 +34,7 @@ class TunedDDPStrategy(ComposedStrategy):
     On two ranks, results equal those of ``ddp`` to the last bit. On more ranks, they differ by the order in which sums
     are rounded. In "bf16-true" with clipping by norm they are better, because the norm is taken in fp32. Parameters may
     be frozen, unfrozen, added or removed in training: they are averaged correctly, which ``ddp`` does not do. If ranks
-    train different parameters, the training raises. That takes a message of 16 bytes per step.
+    train different parameters, the training raises. That takes a message of 34 bytes per step.
 
     Args:
         bucket_cap_mb: The size of buckets. ``"auto"`` tries sizes during the first steps, alternating with torch's

@@ -16,7 +16,7 @@ class Part:
     """
 
     _of_one_training: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that belong to one training and its ranks. They are None outside of it, and are not copied."""
+    """Attributes that belong to one training and its ranks. Copies have None instead."""
 
     def __init__(self, strategy: DDPStrategy) -> None:
         self._strategy = strategy

@@ -79,8 +79,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             gradient is rounded once, and the sum is taken in fp32. Off by default. Over Gloo, the sum of a node with
             several ranks is rounded before it is sent to other nodes.
         gather_dtype: The dtype in which fp32 parameters are sent. ``"bf16"`` halves their bytes on the network. It is
-            for modules that compute in bf16 anyway ("bf16-mixed"). Each rank steps and keeps its shard in fp32. The
-            other ranks see the shard rounded. Off by default.
+            for modules that compute in bf16 anyway ("bf16-mixed"). Each rank steps and keeps its shard in fp32. All
+            ranks compute with rounded parameters. Off by default.
         shard_group: Which ranks share one copy of the optimizer state. ``"all"`` is all ranks, ``"node"`` the ranks of
             each node. A number is that many consecutive ranks, and must divide the number of ranks. Each group has the
             whole state, and each rank of a group of G holds 1/G of it. An all-reduce of each shard sums the groups'
@@ -308,7 +308,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Within it ``param.grad`` holds the mean gradients over all ranks, to read or to change.
 
         Collective: all ranks must enter it, between backward and the optimizer's step. It takes one all-gather per
-        bucket, and memory for all gradients until it ends. First, ranks wait for each other, by some four requests to
+        bucket, and memory for all gradients until it ends. First, ranks wait for each other, by some five requests to
         the process group's store. If gradients are exposed anyway, it changes nothing.
         """
         if self._engine is None:

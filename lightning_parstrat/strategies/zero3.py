@@ -352,20 +352,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_validation_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_validation_start()
-        self._same_data.count_once()
-        self._steps.begin(self._compare_evaluations)
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_test_start()
-        self._same_data.count_once()
-        self._steps.begin(self._compare_evaluations)
+        self._begin_evaluation()
 
     @override
     def on_predict_start(self) -> None:
         """Begins a pass over the loaders."""
         super().on_predict_start()
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
         self._same_data.count_once()
         self._steps.begin(self._compare_evaluations)
 

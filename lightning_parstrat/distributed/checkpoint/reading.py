@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.tensor_trees import Leaf, in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHER_JOB, SKELETON, CheckpointDamagedError
 from lightning_parstrat.distributed.checkpoint.tensors import name_of, refuse_changed
+from lightning_parstrat.distributed.durable_files import identity
 from lightning_parstrat.distributed.engine.cuts import Cut, Run
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, StateDict, grouped_parameters
 
@@ -38,7 +39,7 @@ class ShardedCheckpoint:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         self.folder, self._weights_only = folder, weights_only
-        self._opened = self._identity()
+        self._opened = identity(folder / METADATA)
         self._reader = FileSystemReader(folder)
         with self._damages(f"its index, {METADATA},"):
             self._metadata = self._reader.read_metadata()
@@ -60,7 +61,7 @@ class ShardedCheckpoint:
         except Exception as error:
             failure = error
         # Files are opened as they are read. Some could be those of another checkpoint.
-        if self._identity() != self._opened:
+        if identity(self.folder / METADATA) != self._opened:
             raise CheckpointDamagedError(
                 f"{self.folder} was replaced or removed while it was being read: {OF_ANOTHER_JOB}"
             ) from failure
@@ -70,13 +71,6 @@ class ShardedCheckpoint:
                 " Each rank writes a file `__<rank>_0.distcp`. Copy the entire folder again from its origin,"
                 " or resume from another checkpoint."
             ) from failure
-
-    def _identity(self) -> tuple[int, int] | None:
-        try:
-            stat = (self.folder / METADATA).stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_mtime_ns
 
     def check_files(self) -> None:
         """Looks for the files of all ranks. Not for a training: each of many ranks would look for many files.

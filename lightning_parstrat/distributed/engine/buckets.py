@@ -269,7 +269,7 @@ class ParameterBucket(GradientBucket):
             self.master = self.shard.to(master_dtype, copy=True)
         for slot in self.slots:
             if slot.shard_slice.numel:
-                slot.shard = nn.Parameter(slot.view_into_shard(self.shard if self.master is None else self.master))
+                slot.shard = nn.Parameter(slot.view_into_shard(self.stepped))
         # Parameters, shards and the bucket itself.
         self._own_users = users_of_storage(self.flat)
 
@@ -287,6 +287,11 @@ class ParameterBucket(GradientBucket):
         if self._has_copies or not {nn.Parameter}.issuperset(map(type, self.parameters)):
             return False
         return users_of_storage(self.flat) <= self._own_users
+
+    @property
+    def stepped(self) -> Tensor:
+        """What this rank's optimizer steps: 1-D."""
+        return self.shard if self.master is None else self.master
 
     @property
     def has_own_master(self) -> bool:

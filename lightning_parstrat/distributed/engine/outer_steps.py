@@ -76,7 +76,7 @@ class OuterSteps:
             if bucket in self._global:
                 continue
             bucket.take_over_changes()
-            held = self._global[bucket] = _stepped(bucket).to(bucket.sum_dtype, copy=True)
+            held = self._global[bucket] = bucket.stepped.to(bucket.sum_dtype, copy=True)
             if not self._policy.outer_momentum:
                 continue
             momentum = self._momentum[bucket] = torch.zeros_like(held)
@@ -97,7 +97,7 @@ class OuterSteps:
         self._gatherer.finish()
         for bucket in buckets:
             bucket.take_over_changes()
-            sent = _stepped(bucket).clone()
+            sent = bucket.stepped.clone()
             moved = self._global[bucket] - sent
             self.moved += torch.linalg.vector_norm(moved, dtype=torch.float64).square().cpu()
             steps = mean_over_ranks(moved, self.sums, self.gathers, self._policy.outer_dtype)
@@ -129,7 +129,7 @@ class OuterSteps:
         self._gatherer.finish()
         for bucket in self._global:
             bucket.take_over_changes()
-        return [not torch.equal(_stepped(one), held.to(_stepped(one).dtype)) for one, held in self._global.items()]
+        return [not torch.equal(one.stepped, held.to(one.stepped.dtype)) for one, held in self._global.items()]
 
     def _step(self, bucket: ParameterBucket, moved: Tensor, sent: Tensor) -> None:
         held, momentum = self._global[bucket], self._momentum.get(bucket)
@@ -139,7 +139,7 @@ class OuterSteps:
             moved = moved + self._policy.outer_momentum * momentum
         held.sub_(moved, alpha=self._policy.outer_lr)
         bucket.take_over_changes()
-        stepped = _stepped(bucket)
+        stepped = bucket.stepped
         # Without steps meanwhile, the global parameters themselves: a sum would round.
         stepped.copy_(torch.where(stepped == sent, held, held + (stepped - sent)))
 
@@ -173,8 +173,3 @@ class OuterSteps:
             for slot in bucket.slots if keeps else ():
                 found[self._names[slot.parameter]] = slot.view_into(buffer).clone().cpu()
         return found
-
-
-def _stepped(bucket: ParameterBucket) -> Tensor:
-    """What this rank's optimizer steps of a bucket: 1-D."""
-    return bucket.shard if bucket.master is None else bucket.master

@@ -161,6 +161,7 @@ class ShardedModule:
         self._note_reduced: Callable[[Tensor], None] | None = None
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
+        self._is_closed = False
         self._run_through: set[int] = set()
         self._is_stuck = False
         self._evaluated: list[int] = []
@@ -285,6 +286,8 @@ class ShardedModule:
                 raise _replaced(place.name, name)
         if self._gathers_apart:
             self._gather_after_writes(number, "forward", name)
+        if self._is_closed:
+            return None
         self.unit_called = name
         if self._before_gradients is None:
             self._order.append(number)
@@ -297,6 +300,8 @@ class ShardedModule:
     def _note_backward(self, number: int, name: str) -> None:
         if self._gathers_apart:
             self._gather_after_writes(number, "backward", name)
+        if self._is_closed:
+            return
         # Once for all that a call has returned: how much of the output is used may differ.
         if self._order[-1:] != [~number]:
             self._order.append(~number)
@@ -533,11 +538,13 @@ class ShardedModule:
                 gradient.copy_(mean.view_as(gradient))
 
     def close(self) -> None:
-        """Removes the additions to the module, which stays sharded. Not collective.
+        """Ends a training. The module stays sharded. Not collective.
 
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
         self.abandon_backward()
+        # FSDP2 keeps its calls of this object.
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         if self._cut is not None:

@@ -3,7 +3,6 @@
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,12 @@ from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.checkpoint.folder import OF_ANOTHER_JOB
-from lightning_parstrat.distributed.durable_files import remove_atomically, with_errors_of_the_disk, written_durably
+from lightning_parstrat.distributed.durable_files import (
+    identity,
+    remove_atomically,
+    with_errors_of_the_disk,
+    written_durably,
+)
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
@@ -100,24 +104,16 @@ def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
         MisconfigurationException: It was another file after each of ten tries.
     """
     for _ in range(10):
-        opened = _identity(path)
+        opened = identity(path)
         try:
             loaded = torch.load(path, mmap=True, map_location=map_location, weights_only=weights_only)
         except Exception:
-            if _identity(path) in (opened, None):
+            if identity(path) in (opened, None):
                 raise
         else:
-            if _identity(path) in (opened, None):
+            if identity(path) in (opened, None):
                 return loaded
     raise MisconfigurationException(f"{path} was replaced each time it was read: {OF_ANOTHER_JOB}")
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from others that have had its name. None if it is gone."""
-    with suppress(OSError):
-        stat = path.stat()
-        return stat.st_ino, stat.st_mtime_ns
-    return None
 
 
 def local_path(path: str | Path) -> Path | None:
