@@ -43,6 +43,9 @@ Used through this file: what for | what happens without it.
         while it runs, and compiled code reads old ones.
     torch._subclasses
         Tensors without values, for what other stages compute | pipeline_custom does not begin.
+    torch._subclasses.fake_tensor.FakeTensorMode._allow_unsafe_data_ptr_access
+        Refuses kernels that torch does not know, and that would run on tensors without memory | pipeline_custom ends by
+        a segmentation fault, or an illegal memory access.
     torch.autograd._profiler_enabled
         Names the parts of a step only during a trace | zero1_custom does not begin.
     torch._foreach_norm
@@ -210,6 +213,11 @@ NO_VALUES = (
     torch._subclasses.fake_tensor.DynamicOutputShapeException,
 )
 """What code raises that reads the values of such a tensor."""
+
+
+def refuse_addresses(mode: FakeTensorMode, refuses: bool) -> None:
+    """Whether code that reads the address of a tensor without values gets an error. Otherwise it gets 0."""
+    cast(Any, mode)._allow_unsafe_data_ptr_access = not refuses
 
 
 def has_memory(tensor: Tensor) -> bool:

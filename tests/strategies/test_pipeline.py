@@ -1,5 +1,6 @@
 """A module in stages: trainings equal those of one process, and what cannot be cut is refused on all ranks."""
 
+import ctypes
 import re
 import tempfile
 import warnings
@@ -226,6 +227,17 @@ def weighed(pipelines: int, shard: str = "state") -> Any:
     trainer = make_trainer(strategy, accumulate_grad_batches=2 if pipelines else 8, max_epochs=2)
     trainer.fit(module, loader(trainer) if pipelines else zoo.loader(SAMPLES, 2))
     return module.state_dict() if dist.get_rank() == 0 else None
+
+
+def one_pipeline_then_two() -> list[Any]:
+    """A pipeline of four ranks, two of which hold the tied matrix, and two pipelines by the same processes."""
+    runs = [fit(Model, plain_sgd, own) for own in ({}, {"stages": [2, 2], "microbatches": 2, "data_parallel_size": 2})]
+    return [run.module.state_dict() for run, _ in runs] if dist.get_rank() == 0 else []
+
+
+def test_a_tied_matrix_leaves_other_groups_of_ranks_as_they_are(pool: RankPool) -> None:
+    one, two = pool.run(4, one_pipeline_then_two)[0]
+    assert distance(one, two) <= 2e-6
 
 
 @pytest.mark.slow
@@ -705,6 +717,29 @@ class DecidesInBlock(Model):
     block = Choosy
 
 
+class Copies(torch.autograd.Function):
+    """Reads addresses, as a kernel does that torch does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        copied = torch.empty_like(x)
+        ctypes.memmove(copied.data_ptr(), x.data_ptr(), x.nbytes)
+        return copied
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class WithKernel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Copies.apply(super().forward(x).contiguous())
+
+
+class RunsKernel(Model):
+    block = WithKernel
+
+
 class Refused(NamedTuple):
     """A training, and the text of its error on all ranks."""
 
@@ -730,6 +765,7 @@ REFUSED = {
     "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
     "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
+    "kernel": Refused(RunsKernel, "cannot be found without values: .*data"),
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
     "appends": Refused(
         Collects, r"'blocks\.1' is given what an earlier block was given, too, and has changed in place"

@@ -273,10 +273,11 @@ class HeldParts:
         A rank that has computed none adds zeros. If no rank has, there is none.
         """
         for ranks in sorted({self.ranks_of[one] for one in self._shared}):
-            if self._rank not in ranks:
-                continue
-            alike = [one for one in self._shared if self.ranks_of[one] == ranks]
-            self._sum(alike, subgroup(self._group, ranks))
+            others = [one for one in range(self._stages.ranks) if one not in ranks]
+            # The others make a group, too: torch numbers groups, and NCCL makes them of all ranks together.
+            group = subgroup(self._group, ranks if self._rank in ranks else others)
+            if self._rank in ranks:
+                self._sum([one for one in self._shared if self.ranks_of[one] == ranks], group)
 
     @torch.no_grad()
     def average_outer(self, group: dist.ProcessGroup) -> None:

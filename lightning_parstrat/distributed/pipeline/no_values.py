@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
-from lightning_parstrat.distributed.torch_compat import FakeTensor, FakeTensorMode, has_memory
+from lightning_parstrat.distributed.torch_compat import FakeTensor, FakeTensorMode, has_memory, refuse_addresses
 
 
 class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -41,12 +41,14 @@ def _mode() -> _NoValues:
 
 @contextmanager
 def running_step() -> Iterator[None]:
-    """Within it, what is changed by tensors without values is not refused. Not collective."""
+    """Within it, what is changed by tensors without values is not refused, and kernels are. Not collective."""
     _mode().runs_step = True
+    refuse_addresses(_mode(), True)
     try:
         yield
     finally:
         _mode().runs_step = False
+        refuse_addresses(_mode(), False)
 
 
 def without_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:

@@ -434,8 +434,9 @@ class _Taken:
     def log(self, calls: Sequence[_Call]) -> None:
         """Logs what :meth:`joined` has returned on the rank of the last stage."""
         for name, value, kwargs in calls:
-            metric = self._module.get_submodule(value) if isinstance(value, str) else None
-            self._module.log(name, value if metric is None else metric, **kwargs)
+            # Lightning reduces it over ranks where it is.
+            logged = self._module.get_submodule(value) if isinstance(value, str) else value.to(self._module.device)
+            self._module.log(name, logged, **kwargs)
 
 
 def _together(values: list[Tensor], sizes: Sequence[int], reduce_fx: Any) -> Tensor:
