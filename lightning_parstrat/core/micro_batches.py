@@ -197,7 +197,10 @@ def _lists_samples(items: Sequence[Any], samples: int) -> bool:
 
 
 def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean of tensors of one shape, in fp32 at least."""
+    """The weighted mean of tensors of one shape, in fp32 at least. Without any weight, the first of them."""
+    # 0 times NaN is NaN.
+    known = [pair for pair in zip(values, weights, strict=True) if pair[1]] or [(values[0], 1)]
+    values, weights = [value for value, _ in known], [weight for _, weight in known]
     total = sum(weights)
     wide = [value.detach().double() if value.dtype == torch.float64 else value.detach().float() for value in values]
     weighed = [value * (weight / total) for value, weight in zip(wide, weights, strict=True)]

@@ -19,6 +19,11 @@ class Leaf(NamedTuple):
     tensor: Tensor
 
 
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and values. NaN is like NaN."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def leaves(tree: Any, path: Path = ()) -> Iterator[Leaf]:
     """All tensors of a tree."""
     if isinstance(tree, Tensor):

@@ -467,6 +467,23 @@ class ComposedStrategy(DDPStrategy):
         """Begins a validation, which no step's time contains."""
         super().on_validation_start()
         self._fit_report.pause()
+        self._begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        """Begins a test."""
+        super().on_test_start()
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        """Begins a prediction."""
+        super().on_predict_start()
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        for part in self._parts:
+            part.on_evaluation_start()
 
     @override
     def on_validation_end(self) -> None:

@@ -97,13 +97,14 @@ class StepsOfAllRanks(Part):
     Args:
         strategy: The strategy that it is a part of.
         ranks: The strategy's ranks.
+        at_end: Called when a loader has no more batches, before its logged values are combined.
     """
 
     _of_one_training = frozenset({"_loop"})
 
-    def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, at_end: Callable[[], None]) -> None:
         super().__init__(strategy)
-        self._ranks = ranks
+        self._ranks, self._at_end = ranks, at_end
         self._loop: Any = None
         self._step = 0
         self._steps_to_follow: Counter[float] = Counter()
@@ -137,11 +138,9 @@ class StepsOfAllRanks(Part):
             _refuse(f"A rank has no batch of a {prefix}_dataloader, while another one has {most}")
         return dataloader
 
-    def begin(self, at_end: Callable[[], None]) -> None:
+    @override
+    def on_evaluation_start(self) -> None:
         """Begins a pass over the loaders. Collective: 16 bytes for each loader of known length.
-
-        Args:
-            at_end: Called when a loader has no more batches, before its logged values are combined.
 
         Raises:
             MisconfigurationException: Ranks have different numbers of batches, and a rank cannot know its last step.
@@ -162,7 +161,7 @@ class StepsOfAllRanks(Part):
                         self._uneven = f"The ranks have between {least} and {most} batches of {name} {loader}"
         if not (takes_turns(self._loop) and math.isfinite(last)):
             self.check_all_have("the loaders are evaluated together, or beside one that does not know its length")
-        call_after_batches(self._loop, at_end)
+        call_after_batches(self._loop, self._at_end)
 
     def check_all_have(self, what: str) -> None:
         """Checks that all ranks have equally many batches. Some steps cannot be followed without a batch.

@@ -49,6 +49,9 @@ class Part:
     def on_train_end(self) -> None:
         """Called when training has ended. Collective."""
 
+    def on_evaluation_start(self) -> None:
+        """Called when a validation, a test or a prediction begins. Collective."""
+
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception ends the training. Not collective."""
 

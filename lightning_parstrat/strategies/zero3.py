@@ -146,7 +146,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._ranks.tensor_parallel_size = tensor_parallel_size
         self._same_data = SameData(self, self._ranks)
         self._equal = EqualRanks(self, self._ranks, self._accumulation)
-        self._steps = StepsOfAllRanks(self, self._ranks)
+        self._steps = StepsOfAllRanks(self, self._ranks, self._compare_evaluations)
         checkpoints = ActivationCheckpoints(self, self._policy.activation_checkpointing_policy)
         self._parts += [self._same_data, self._equal, self._steps, checkpoints]
 
@@ -347,28 +347,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             yield
         for _ in range(self._steps.to_follow()):
             self._fsdp_module.follow_evaluation_step()
-
-    @override
-    def on_validation_start(self) -> None:
-        """Begins a pass over the loaders."""
-        super().on_validation_start()
-        self._begin_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        """Begins a pass over the loaders."""
-        super().on_test_start()
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        """Begins a pass over the loaders."""
-        super().on_predict_start()
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        self._same_data.count_once()
-        self._steps.begin(self._compare_evaluations)
 
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_parstrat.core.micro_batches import check_samples, cut_batch, has_no_mean, join_outputs
+from lightning_parstrat.core.micro_batches import check_samples, cut_batch, has_no_mean, join_outputs, mean_over
 from tests.comparing import assert_same
 
 
@@ -155,3 +155,10 @@ def test_outputs_that_differ_and_are_no_numbers_are_an_error() -> None:
 )
 def test_counts_and_sums_have_no_mean(output: Any, expected: bool) -> None:
     assert has_no_mean(output, len(IMAGES)) is expected
+
+
+def test_what_has_no_weight_does_not_count() -> None:
+    nothing, two, five = torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(5.0)
+    assert mean_over([nothing, two, five], [0, 3, 1]) == 2.75
+    # Of a batch without any weight there is a value to show, as one step has.
+    assert mean_over([two, five], [0, 0]) == 2.0

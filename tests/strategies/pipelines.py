@@ -69,6 +69,40 @@ class Model(zoo.Zoo):
         return {"logits": self.logits(tokens[:, :-1]), "first": tokens[:, 0].tolist()}
 
 
+class Grows(Block):
+    """Its forward makes its buffers longer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.register_buffer("table", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < 8:
+            self.table, self.cache = torch.arange(8.0), torch.ones(8)
+        return super().forward(x) * self.table[1] * self.cache[2]
+
+
+class GrowsBuffers(Model):
+    block = Grows
+
+
+class KeepsStatistics(GrowsBuffers):
+    """It has a mean of what comes before the blocks, which the loss needs, and the last loss, which is NaN at first."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("latest", torch.tensor(float("nan")))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(batch.mean())
+        loss = super().compute_loss(batch) * (1 + (batch - self.mean).mean().square())
+        self.latest.copy_(loss.detach())
+        return loss
+
+
 class Planned(Model):
     """Ranks may share the layers of its blocks."""
 

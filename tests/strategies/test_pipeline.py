@@ -45,9 +45,11 @@ from tests.strategies.pipelines import (
     DropsBetween,
     DropsByPython,
     DropsOut,
+    GrowsBuffers,
     Halves,
     HeadFirst,
     Hooked,
+    KeepsStatistics,
     LeavesOut,
     Lengths,
     Measured,
@@ -90,6 +92,18 @@ class Case(NamedTuple):
     """The module that the oracle trains, if it is another."""
 
 
+class CountsLater(Planned):
+    """It makes a metric when a validation begins."""
+
+    def on_validation_start(self) -> None:
+        self.found = getattr(self, "found", SumMetric())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.found.update(len(batch))
+        self.log("found", self.found, on_epoch=True)
+        return super().validation_step(batch, batch_idx)
+
+
 CASES = {
     "1f1b": Case(ranks=(1, 2, 3, 4)),
     "clipped": Case(trainer=CLIP, ranks=(2, 4)),
@@ -110,8 +124,14 @@ CASES = {
     "statistics": Case(
         Normed, strategy={"schedule": "interleaved"}, trainer={"num_sanity_val_steps": 0}, alone_in_stages=True
     ),
+    "statistics outside of blocks": Case(KeepsStatistics, ranks=(2, 3), alone_in_stages=True),
+    "buffers that grow": Case(GrowsBuffers, strategy=SHARDED, ranks=(4,)),
     "unfrozen, in place": Case(Unfreezes, trainer=CLIP),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
+    "double, sharded": Case(trainer={"precision": "64-true"}, tolerance=1e-12, strategy=SHARDED, ranks=(4,)),
+    "a late metric": Case(
+        CountsLater, strategy=SHARED, ranks=(4,), tolerance=5e-6, trainer={"num_sanity_val_steps": 0}
+    ),
     "compiled": Case(Compiled),
     "hooked": Case(Hooked, trainer=CLIP, ranks=(2, 4)),
     "gradients halved": Case(Halves, strategy=TWO, ranks=(4,)),
@@ -141,6 +161,7 @@ QUICK = {
     ("adamw", 2),
     ("interleaved", 2),
     ("zero_bubble", 2),
+    ("statistics outside of blocks", 3),
 }
 TRAININGS = [(name, ranks) for name, case in CASES.items() for ranks in case.ranks]
 

@@ -62,7 +62,7 @@ class _Run:
         self.stale: list[Any] = []
         """Arguments that blocks of earlier stages have changed in place. Here they are as before."""
         self.outer: list[tuple[Tensor, Tensor]] = []
-        """Buffers outside of blocks, which only the first stage changes before the first block, and their values."""
+        """Buffers outside of blocks and the values that they get back before the stage's first block."""
 
     def returned(self, number: int) -> Any:
         """What a block of an earlier stage returns."""
@@ -202,8 +202,9 @@ class CutModule:
         own = self._stages.blocks(stage)
         is_last = stage == self._stages.count - 1
         run = _Run(own, received, shapes, is_last, seed)
-        if own.start:
-            run.outer = [(buffer, buffer.clone()) for buffer in self._outer_buffers]
+        if stage >= self._stages.ranks:
+            # An earlier stage of this rank has run the code before the first block.
+            run.outer = self._outer_values()
         seed(0)
         with _restored([] if keeps else self._outer_modules):
             output = self._running(run, step, None)
@@ -279,6 +280,8 @@ class CutModule:
                 " see that change. Return it from the block, and pass on what the block returns."
             )
         if number < run.own.start:
+            if number == 0 and not run.outer:
+                run.outer = self._outer_values()
             run.stale += [given[place] for place in self._changed.get((number, run.trains), ()) if place < len(given)]
             if number == run.own.start - 1:
                 _copy_back(run.outer)
@@ -302,6 +305,9 @@ class CutModule:
         if self._sharded is None:
             self._end(number, None, None, output)
         return output
+
+    def _outer_values(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.clone()) for buffer in self._outer_buffers]
 
     def _call_again(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a block outside of a step, or in its backward, as activation checkpointing does."""

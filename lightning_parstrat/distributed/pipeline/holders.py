@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.core.stages import Stages, balanced
+from lightning_parstrat.core.tensor_trees import are_same
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank_for_each
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
@@ -211,7 +212,7 @@ class HeldParts:
         """
         began = self._buffers_began
         # Layers of statistics change them without a new version.
-        changed = {n for n, now in self._outer_buffers() if n not in began or not torch.equal(now, began[n])}
+        changed = {n for n, now in self._outer_buffers() if n not in began or not are_same(now, began[n])}
         by_rank: list[set[str]] = all_gather_object(changed, control)
         holders = {name: rank for rank in reversed(range(len(by_rank))) for name in by_rank[rank]}
         names = {part: name for name, part in self._module.named_modules()}
@@ -329,7 +330,12 @@ class HeldParts:
                 values = state[in_state_dict(name)]
                 made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 _replace(self._module, parameter, made[parameter])
-        for name, buffer in self._module.named_buffers():
-            if in_state_dict(name) in state:
-                buffer.copy_(state[in_state_dict(name)])
+        for name, buffer in list(self._module.named_buffers()):
+            value = state.get(in_state_dict(name), buffer)
+            if value.shape == buffer.shape:
+                buffer.copy_(value)
+            else:
+                # A block's forward has made another one.
+                owner, _, own_name = name.rpartition(".")
+                setattr(self._module.get_submodule(owner), own_name, value.to(buffer.device))
         return made

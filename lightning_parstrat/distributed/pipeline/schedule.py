@@ -348,7 +348,7 @@ def replayed(value: Tensor, gradients: list[tuple[Tensor, Tensor]], scale: float
 
     def add(outer: Tensor) -> None:
         for parameter, gradient in gradients:
-            own = gradient.mul_((outer * scale).to(gradient.dtype))
+            own = gradient.mul_(outer * scale)
             parameter.grad = own if parameter.grad is None else parameter.grad + own
         gradients.clear()
 

@@ -87,7 +87,9 @@ class ShardedBlocks:
         self._zeroed: set[Tensor] = set()
         self._sharded: list[FSDPModule] = []
         for block in self.copies.values() if grid.data > 1 else ():
-            precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+            dtypes = {parameter.dtype for parameter in block.parameters()}
+            summed_in = None if torch.float64 in dtypes else torch.float32
+            precision = MixedPrecisionPolicy(reduce_dtype=summed_in, cast_forward_inputs=False)
             fully_shard(block, mesh=mesh["data"], reshard_after_forward=False, mp_policy=precision)
             reduce_unused_too(block, self._zeroed.add)
             self._sharded.append(cast(FSDPModule, block))
@@ -181,8 +183,13 @@ class ShardedBlocks:
             self._layers.close()
         self._put_originals()
         for name, block in self.originals.items():
-            for buffer, own in zip(block.buffers(), self.copies[name].buffers(), strict=True):
-                buffer.data.copy_(own)
+            for part, made in zip(block.modules(), self.copies[name].modules(), strict=True):
+                # By name, as a forward may have made others.
+                for own_name, own in made.named_buffers(recurse=False):
+                    if hasattr(part, own_name):
+                        setattr(part, own_name, own)
+                    else:
+                        part.register_buffer(own_name, own)
 
     def _put_originals(self) -> None:
         for name, block in self.originals.items():

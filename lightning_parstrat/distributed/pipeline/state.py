@@ -24,16 +24,16 @@ def gather_module_state(
         parts: What this rank holds of it.
         control: The ranks of the pipeline. Messages are in host memory.
     """
-    state = dict(own)
     named = module.named_parameters(remove_duplicate=False)
-    parameters: dict[str, Tensor] = {in_state_dict(name): parameter for name, parameter in named}
-    buffers = parts.holders_of_buffers(control)
-    for name, value in state.items():
-        if name in parameters:
-            state[name] = _on_first(value, parts.ranks_of[parameters[name]][0], control)
-        elif isinstance(value, Tensor):
-            state[name] = _on_first(value, buffers.get(name, 0), control)
-    return state if dist.get_rank(control) == 0 else {}
+    first: dict[str, int] = {in_state_dict(name): parts.ranks_of[parameter][0] for name, parameter in named}
+    first = {**parts.holders_of_buffers(control), **first}
+    rank, state = dist.get_rank(control), dict(own)
+    held = {name: one for name, one in own.items() if isinstance(one, Tensor) and first.get(name, 0) == rank}
+    # A block's forward may have made buffers, or others than those that rank 0 has.
+    for holder, outline in enumerate(all_gather_object(replace_leaves(held, _outline), control)):
+        for name, one in outline.items():
+            state[name] = _on_first(held.get(name, one), holder, control) if one.is_meta else one
+    return state if rank == 0 else {}
 
 
 def gather_optimizer_state(

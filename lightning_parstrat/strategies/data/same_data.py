@@ -83,7 +83,7 @@ class SameData(Part):
         self.count_once()
 
     def count_once(self) -> None:
-        """Makes the module's metrics count ranks that share layers once. Call it when a loop begins. Not collective."""
+        """Makes the module's metrics count ranks that share layers once. Not collective."""
         if self._is_alone:
             return
         for metric in (one for one in self._module.modules() if isinstance(one, Metric)):
@@ -103,6 +103,11 @@ class SameData(Part):
     @override
     def on_train_start(self) -> None:
         """Counts metrics once that were made since the set-up."""
+        self.count_once()
+
+    @override
+    def on_evaluation_start(self) -> None:
+        """Counts metrics once that were made since."""
         self.count_once()
 
     @override

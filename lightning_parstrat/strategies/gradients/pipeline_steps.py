@@ -67,7 +67,7 @@ class _Told(NamedTuple):
     lines: list[str]
     result: Any
     calls: list[_Call]
-    buffers: dict[str, int]
+    buffers: dict[str, float]
     trained: int
 
 
