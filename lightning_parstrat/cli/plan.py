@@ -267,7 +267,9 @@ def _quantity(text: str, option: str, examples: str) -> tuple[float, str]:
 
 def _number(text: str, option: str) -> int:
     number, billions = _quantity(text, option, "7B, 350M or 10K")
-    return round(number * (10**9 if billions == "B" else 1))
+    if billions not in ("", "b", "B"):
+        raise UsageError(f"{option} {text!r}: write a number such as 7B, 350M or 10K.")
+    return round(number * (10**9 if billions else 1))
 
 
 def _bytes_per_second(text: str) -> float:

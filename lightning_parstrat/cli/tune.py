@@ -102,7 +102,8 @@ class _Costs(NamedTuple):
 
     def predicted(self, one: Candidate) -> float:
         """Seconds of a step."""
-        sends = one.footprint.step_seconds(one.windows * self.compute, self.rate, self.accumulate)
+        batches = one.windows * self.accumulate
+        sends = one.footprint.step_seconds(one.windows * self.compute, self.rate, batches)
         return one.windows * self.loading + sends
 
     def needs(self, one: Candidate) -> float:
@@ -217,7 +218,7 @@ def candidates(first: dict[str, Any]) -> list[Candidate]:
     # Ranks that share layers, and the ranks of a pipeline, share a batch. A step has as many batches as before.
     for size in (2, 4, 8):
         if training.cut and devices % size == 0:
-            shared = zero3(replace(training, tensor_ranks=size))
+            shared = zero3(replace(training, tensor_ranks=size, micro_batches=size * training.micro_batches))
             found.append(Candidate("ZeRO3Strategy", shared, (("tensor_parallel_size", size),)))
     for grid in grids(ranks, 1):
         staged = pipeline(replace(training, micro_batches=1), grid)

@@ -269,26 +269,36 @@ def pipeline(training: Training, grid: Grid) -> Footprint:
     count = left * training.stages.get(stages, training.parameters / stages)
     fixed = widths.parameter * (left * training.frozen / stages + training.buffers)
     whole = widths.parameter * count
+    # FSDP2 steps in the module's dtype, and so does a stage alone. Otherwise the engine of zero1_custom does in fp32.
+    is_fsdp = grid.tensor > 1
+    stepped = widths.parameter if is_fsdp or data == 1 else max(4, widths.parameter)
+    masters = stepped if stepped > widths.parameter else 0
     # Between steps gradients are in shards, and within one they are whole.
-    held = fixed + whole / (data if grid.tensor > 1 else 1) + (1 + training.values) * whole / data
-    within = 0.0 if data == 1 else (2 if grid.tensor > 1 else 1) * whole
-    passed = training.activations * training.micro_batches * (2 if stages > 2 else 1)
-    summed = 2 * (data - 1) / data * whole
+    state = (stepped * (1 + training.values) + masters) * count / data
+    held = fixed + whole / (data if is_fsdp else 1) + state
+    within = 0.0 if data == 1 else (2 if is_fsdp else 1) * whole
+    passed = training.activations * training.micro_batches
+    # Blocks' gradients are reduced once for each batch.
+    reductions = training.micro_batches if is_fsdp else 1
+    summed = reductions * 2 * (data - 1) / data * whole
     # Several ranks of a node have the next stage on another node. Ranks with other data may be on one node.
     of_stage, devices = data * grid.tensor, training.devices
     nodes = max(1, of_stage // devices)
-    summed_on_link = 2 * (nodes - 1) / nodes * whole * grid.tensor if training.nodes > 1 else summed
-    on_link = passed * min(devices, of_stage) if training.nodes > 1 else passed
+    summed_on_link = reductions * 2 * (nodes - 1) / nodes * whole * grid.tensor if training.nodes > 1 else summed
+    both_ways = passed * (2 if stages > 2 else 1)
+    # If stages lie on two nodes, or on two groups of nodes, each sends one way.
+    passed_on_link = (both_ways if training.nodes > 2 * nodes else passed) * min(devices, of_stage)
+    on_link = passed_on_link if training.nodes > 1 else both_ways
     name = "pipeline_custom" if of_stage == 1 else f"pipeline_custom {stages} x {data} x {grid.tensor}"
     return Footprint(
         name,
         held + within + widths.cast * count,
         held,
-        held + (whole if data > 1 else 0),
-        passed + summed,
+        held + (0 if is_fsdp or data == 1 else whole),
+        both_ways + summed,
         on_link + summed_on_link,
         stages=stages,
-        pieces=training.pieces * training.micro_batches,
+        pieces=training.pieces,
         sharing=grid.tensor,
         summed=summed_on_link,
     )

@@ -353,3 +353,10 @@ def test_grids_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["recommended"] == "pipeline_custom"
     best = max(grids, key=lambda name: found[name]["speed_up"])
     assert f"data_parallel_size={best.split()[3]}, tensor_parallel_size=2)" in found["why"]
+
+
+@pytest.mark.parametrize(("text", "count"), [("7b", 7 * 10**9), ("350M", 350 * 10**6)])
+def test_numbers_of_parameters(capsys: pytest.CaptureFixture[str], text: str, count: int) -> None:
+    assert plan(capsys, 0, f"--parameters {text} --world-size 2")["ddp"]["held_bytes"] == 20 * count
+    assert main(["plan", "--world-size", "2", "--parameters", "7bit"]) == 2
+    assert "write a number such as 7B" in capsys.readouterr().err

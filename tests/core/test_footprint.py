@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
 from lightning_parstrat import TunedDDPStrategy
-from lightning_parstrat.core.footprint import Footprint, Training, ddp, zero1, zero3
+from lightning_parstrat.core.footprint import Footprint, Training, ddp, pipeline, zero1, zero3
+from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -185,3 +187,22 @@ def test_formulas_say_what_a_training_holds_and_sends(pool: RankPool, world_size
             # Where gradients travel as they come, not all of them wait.
             bound = name.startswith("zero") and name != "zero3_custom"
             assert max(found.most) >= (held if bound else 0.85 * peak), said
+
+
+def test_a_pipeline_is_flushed_for_each_batch_and_divides_what_the_engine_does() -> None:
+    one = Training(parameters=10**9, nodes=4, pieces=4)
+    four = replace(one, micro_batches=4)
+    # Three rounds more than pieces for each batch, and not for each step.
+    for training in (one, four):
+        batches = training.micro_batches
+        alone = pipeline(training, Grid(ranks=4, pipeline=4))
+        assert alone.step_seconds(float(batches), 1e12, batches) == pytest.approx(batches * 7 / 16)
+    # Two nodes with two stages each: what passes between them goes one way.
+    two_nodes = Training(parameters=10**9, nodes=2, devices=2, activations=1e6)
+    assert pipeline(two_nodes, Grid(ranks=4, pipeline=4)).on_link == 1e6
+    # The engine keeps fp32 masters of 16 bits, and its state in fp32; FSDP2 reduces in each batch.
+    narrow = Training(parameters=10**9, devices=4, precision="bf16-true")
+    assert pipeline(narrow, Grid(ranks=4, pipeline=2)).held == 5 * 10**9
+    shared = Training(parameters=10**9, devices=8, cut=10**9, micro_batches=4)
+    grid = Grid(ranks=8, pipeline=2, tensor=2)
+    assert pipeline(shared, grid).summed == 4 * pipeline(replace(shared, micro_batches=1), grid).summed
