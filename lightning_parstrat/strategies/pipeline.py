@@ -33,7 +33,6 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
 from lightning_parstrat.core.wording import counted, listed
-from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.module_states import check_same_module
@@ -85,7 +84,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         tensor_parallel_size: How many consecutive ranks share each layer that the module's tensor-parallel plan names.
             See :class:`~lightning_parstrat.ZeRO3Strategy`. Layers outside of blocks stay whole.
         shard: What the ranks of a stage divide. ``"state"`` is the optimizer state. ``"parameters"`` is the blocks'
-            parameters and gradients, too, by torch's FSDP2: they are gathered once in a step. With a
+            parameters and gradients, too, by torch's FSDP2: they are gathered once for each batch. With a
             ``tensor_parallel_size`` above 1, it is always ``"parameters"``.
         **kwargs: Arguments of the base class.
 
@@ -389,11 +388,6 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             return tensor
         return super().reduce(tensor, self._same_data.data_group if group is None else group, reduce_op)
 
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any rank, have decided so. Collective."""
-        return not any_rank(not decision, self._ranks.control) if all else any_rank(decision, self._ranks.control)
-
     def _readers_of_gradients(self) -> list[str]:
         callbacks = self._training_module.trainer.callbacks
         return observers_of_gradients(self._training_module, callbacks, trained(self.optimizers), self.precision_plugin)
@@ -473,6 +467,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if module is not None and held is not None and not self._ranks.is_interrupted:
             self._make_whole(module, held)
         self._close()
+        self._batch_sizes = {True: set(), False: set()}
         if module is not None:
             # Lightning moves the module to the host, and torch cannot move parameters without memory.
             vars(module)["cpu"] = functools.partial(_to_host, module)

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import WrapPolicy
-from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
+from lightning_parstrat.distributed.comm.agreement import any_rank, extremes_over_ranks
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.distributed.engine.activation_checkpointing import checkpoint_activations
 from lightning_parstrat.strategies.data.even import make_even, users_own
@@ -52,6 +52,7 @@ class WrapperlessDDPStrategy(DDPStrategy):
     """
 
     _equal: "EqualRanks"
+    _ranks: Ranks
     _divides_module: ClassVar[bool] = False
     """Whether ranks have parts of the module: then it is divided, and moves to the device, in ``configure_ddp``."""
 
@@ -136,6 +137,13 @@ class WrapperlessDDPStrategy(DDPStrategy):
         """Takes part in the broadcast of a validation that this rank had no batch for."""
         super().on_validation_end()
         self._equal.before_validation_step()
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any rank, have decided so. Collective."""
+        # Lightning counts them by `reduce`, which may be for ranks with different data alone.
+        control = self._ranks.control
+        return not any_rank(not decision, control) if all else any_rank(decision, control)
 
 
 class ActivationCheckpoints(Part):

@@ -276,12 +276,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any rank, have decided so. Collective."""
-        # Lightning counts the ranks that have decided so, by `reduce`.
-        return not any_rank(not decision, self._ranks.control) if all else any_rank(decision, self._ranks.control)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step on the current parameters."""
         self._fsdp_module.reshard()

@@ -164,10 +164,12 @@ class CutModule:
         with nullcontext() if self._sharded is None else self._sharded.originals_in_place():
             # What modules keep, such as statistics, metrics or a table, is to be as before. Some has no values here.
             buffers = [(one, one.clone()) for one in self._module.buffers()]
-            with _restored(self._module.modules()):
-                if ends:
-                    self._running(run, step, note)
-            _copy_back(buffers)
+            try:
+                with _restored(self._module.modules()):
+                    if ends:
+                        self._running(run, step, note)
+            finally:
+                _copy_back(buffers)
         return found
 
     def run(
@@ -431,9 +433,11 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
 def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Attributes of modules are as before when it ends. Buffers that were changed in place stay changed."""
     kept = [(vars(part), _copied(vars(part))) for part in modules]
-    yield
-    for attributes, values in kept:
-        _restore(attributes, values)
+    try:
+        yield
+    finally:
+        for attributes, values in kept:
+            _restore(attributes, values)
 
 
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:

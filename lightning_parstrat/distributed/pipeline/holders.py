@@ -74,7 +74,8 @@ def largest_stage(module: nn.Module, ranks: int) -> int:
     blocks = list(find_blocks(module, ()).values())
     if len(blocks) < ranks:
         return 0
-    bounds = balanced(costs_of(module, blocks)[0], ranks, *costs_of(module, blocks)[1:])
+    costs, before, after = costs_of(module, blocks)
+    bounds = balanced(costs, ranks, before, after)
     stages = [blocks[begin:end] for begin, end in pairwise(bounds)]
     held: list[set[Tensor]] = [{one for block in stage for one in block.parameters()} for stage in stages]
     within, seen = {part for block in blocks for part in block.modules()}, 0
@@ -303,13 +304,13 @@ class HeldParts:
 
     @torch.no_grad()
     def synchronize_shared(self) -> None:
-        """Gives all ranks of the pipeline that hold a parameter the first one's values. Collective: their bytes.
+        """Gives a pipeline's ranks that hold a trained parameter the first one's values. Collective: their bytes.
 
         Replicas of two stages may add up the gradients of a tied parameter in another order.
         """
         for parameter in self._shared:
             ranks = self.ranks_of[parameter]
-            if self._rank in ranks:
+            if self._rank in ranks and parameter.requires_grad:
                 dist.broadcast(parameter.data, group=subgroup(self._group, ranks), group_src=0)
 
     @torch.no_grad()

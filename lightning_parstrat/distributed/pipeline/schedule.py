@@ -318,15 +318,6 @@ class Pipeline:
         """Rebuilds schedules in the next step, as this rank holds other parameters now."""
         self._schedules.clear()
 
-    def shapes(self, step: Callable[[], Any]) -> list[Any]:
-        """See :meth:`CutModule.shapes`."""
-        return self.cut.shapes(step)
-
-    @property
-    def hooked(self) -> list[str]:
-        """See :meth:`CutModule.hooked`."""
-        return self.cut.hooked
-
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [tensor for _, tensor in leaves(tree)]

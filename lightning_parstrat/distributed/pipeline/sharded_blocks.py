@@ -38,7 +38,7 @@ from lightning_parstrat.distributed.torch_compat import (
 class ShardedBlocks:
     """A rank's blocks, divided over the ranks of its stage. The constructor is collective among these.
 
-    Parameters are gathered once in a step, and gradients are reduced once. Between steps a rank has its shards alone.
+    For each batch, parameters are gathered once, and gradients are reduced once. Otherwise a rank has its shards alone.
 
     Args:
         module: The module. Copies of blocks take the blocks' places in it.

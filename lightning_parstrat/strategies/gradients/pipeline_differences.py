@@ -100,7 +100,7 @@ class Differences:
         if not self._first:
             return
         # After the step, as Hugging Face registers them in it.
-        if hooked := self._pipeline.hooked:
+        if hooked := self._pipeline.cut.hooked:
             yield (
                 f"Forward hooks are registered in blocks, on {listed(hooked)}. Each rank runs the hooks in its own"
                 " stages. If the loss takes what they collect, such as router losses, it is wrong. Return that from the"

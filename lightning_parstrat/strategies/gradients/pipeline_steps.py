@@ -39,9 +39,6 @@ from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
 from lightning_parstrat.strategies.gradients.pipeline_differences import Differences, fault_of_buffers
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
-_SHAPES_KEPT = 64
-"""The shapes that blocks return are remembered for batches of so many different shapes."""
-
 
 class _Call(NamedTuple):
     """One call of ``self.log``. A metric is given by its name in the module."""
@@ -233,7 +230,7 @@ class PipelineSteps:
         taken, joined, is_last = self._run(name, micro_batches, args, outputs.__setitem__), None, self._pipeline.is_last
         try:
             joined = join_outputs([*outputs.values()], sizes) if is_last and self._pipeline.fault is None else None
-        except ValueError as error:
+        except Exception as error:
             self._pipeline.fault = error
         no_mean = any(map(has_no_mean, outputs.values(), sizes))
         last = self._tell(joined, taken, sizes, no_mean)[self._pipeline.last_rank]
@@ -256,7 +253,7 @@ class PipelineSteps:
                 try:
                     if self._parts.sharded is not None:
                         self._parts.sharded.check()
-                    self._shapes[key] = self._pipeline.shapes(functools.partial(step, number, False))
+                    self._shapes[key] = self._pipeline.cut.shapes(functools.partial(step, number, False))
                 except Exception as error:
                     fault = error
                 finally:
@@ -264,9 +261,10 @@ class PipelineSteps:
             found.append(self._shapes.get(key))
         if looked:
             # All ranks have the same batch, and so look at the same time.
-            self._raise(fault, all_gather_object(None if fault is None else repr(fault), self._control))
-            for key in list(self._shapes)[: max(0, len(self._shapes) - _SHAPES_KEPT)]:
-                del self._shapes[key]
+            faults = all_gather_object(None if fault is None else repr(fault), self._control)
+            if any(faults):
+                self._shapes.clear()
+            self._raise(fault, faults)
         return found
 
     def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int], no_mean: bool = False) -> list[_Told]:
