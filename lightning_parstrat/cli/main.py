@@ -52,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Its reader has ended, such as `head`. Python would write the rest when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        # Such as a program that does not exist, a folder that cannot be written, or a full disk.
+        print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -250,7 +250,7 @@ def _slowed_by_equal_shares(arguments: Namespace) -> float:
 
 def _shard_groups(asked: str, ranks: int, devices: int, tensor_ranks: int) -> ShardGroups:
     try:
-        choice: Any = int(asked) if asked.isdigit() else asked
+        choice: Any = int(asked) if asked.isdecimal() else asked
         ShardingPolicy(shard_group=choice)
         return ShardGroups.chosen(choice, Topology(tuple(rank // devices for rank in range(0, ranks, tensor_ranks))))
     except ValueError as error:
@@ -267,7 +267,7 @@ def _quantity(text: str, option: str, examples: str) -> tuple[float, str]:
 
 def _number(text: str, option: str) -> int:
     number, billions = _quantity(text, option, "7B, 350M or 10K")
-    if billions not in ("", "b", "B"):
+    if billions not in ("", "b", "B") or not number:
         raise UsageError(f"{option} {text!r}: write a number such as 7B, 350M or 10K.")
     return round(number * (10**9 if billions else 1))
 

@@ -49,7 +49,7 @@ from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullySh
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks
-from lightning_parstrat.strategies.gradients.observers import users_methods
+from lightning_parstrat.strategies.gradients.observers import observers_of_gradients, users_methods
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, trained
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_training
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
@@ -136,7 +136,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         )
         self._sharded: ShardedModule | None = None
         self._loads_after_setup: bool | None = None
-        self._has_hooks_before_backward = False
+        self._has_hooks_before_backward = self._has_observers = False
         super().__init__(**kwargs)
         if tensor_parallel_size > 1 and kwargs.get("state_dict_type", "full") != "full":
             raise ValueError(
@@ -282,7 +282,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         output = super().training_step(*args, **kwargs)
         if self._has_hooks_before_backward:
             # They see the parameters as optimizers do.
-            self._fsdp_module.reshard_root()
+            self._fsdp_module.reshard_before_backward()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
             raise RuntimeError(f"What `training_step` returned {_OF_A_SHARD}")
@@ -292,7 +292,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Begins a backward."""
         super().pre_backward(closure_loss)
-        self._fsdp_module.begin_backward(closure_loss, self._accumulation.accumulates)
+        # Between micro-batches, what FSDP2 keeps unreduced is not in `param.grad`.
+        keeps = self._accumulation.accumulates and not self._has_observers
+        self._fsdp_module.begin_backward(closure_loss, keeps)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -312,6 +314,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _before_step(self) -> None:
+        self._fsdp_module.complete()
         # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
         self._fsdp_module.reshard()
         # Parameters may be added by any way, at any time.
@@ -404,6 +407,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         owners = (self._training_module, *self._training_module.trainer.callbacks)
         methods = {name for owner in owners for name in users_methods(owner)}
         self._has_hooks_before_backward = not methods.isdisjoint(_HOOKS_BEFORE_BACKWARD)
+        module, callbacks = owners[0], owners[1:]
+        optimizers, precision = trained(self.optimizers), self.precision_plugin
+        self._has_observers = bool(observers_of_gradients(module, callbacks, optimizers, precision))
         self._report_what_is_sharded(self._fsdp_module)
 
     @override
@@ -416,7 +422,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
         copies = module_sharding(self._training_module).place.copies
         # Between micro-batches, every rank may keep its whole gradients.
-        is_sharded = self._policy.shard_gradients or self._training_module.trainer.accumulate_grad_batches == 1
+        accumulates = self._training_module.trainer.accumulate_grad_batches > 1
+        is_sharded = self._policy.shard_gradients or self._has_observers or not accumulates
         own = {one: local(one).numel() for one in parameters}
         self._fit_report.say(
             line_of_training(parameters, optimizers, self.world_size, own.__getitem__, copies, is_sharded)

@@ -158,6 +158,11 @@ def test_a_run_may_print_any_bytes(tmp_path: Path) -> None:
     assert _run([sys.executable, "-c", printed], tmp_path / "times", 60.0) == "exit code 3: ValueError: caf\ufffd"
 
 
+def test_a_program_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--output", str(tmp_path / "chosen.yaml"), "--", "/nowhere/python", "main.py", "fit"]) == 2
+    assert "lightning-parstrat tune: [Errno 2] No such file or directory: '/nowhere/python'" in capsys.readouterr().err
+
+
 def test_a_slow_loader_is_as_slow_under_each_strategy() -> None:
     first = {**FIRST, "seconds": 1.0, "waiting": 0.0, "loading": 0.75}
     own, *others = candidates(first)

@@ -234,6 +234,7 @@ CASES = {
     "by closure": Case(odd.ByClosure, oracle="ddp"),
     # DDP does not average its gradients; here they are.
     "backward without a word": Case(odd.Unannounced, strategy=EXPOSED, ddp_tuned=None),
+    "backward without a word, a scalar": Case(odd.UnannouncedScalar, strategy=EXPOSED, ddp_tuned=None),
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
     "gradients before the backward": Case(odd.ByGradientsBefore, oracle="ddp", zero3="appears to not have been used"),
@@ -288,6 +289,8 @@ CASES = {
     "shards: written in their own dtype": of_shards(
         for_shards.Teaches, {**ROOT, "param_dtype": None}, trainer=AUTOCAST
     ),
+    "shards: zeroed in a hook, units stay": of_shards(for_shards.ZeroesInHook, {**ONE_BY_ONE, **STAY}),
+    "shards: halved in a window, whole": of_shards(for_shards.HalvesBetween, WHOLE, trainer=WINDOW),
     "shards: written by a block": of_shards(for_shards.Clamps, UNITS),
     # Losses that are made of gradients.
     "shards: called again": of_shards(for_shards.CalledAgain),

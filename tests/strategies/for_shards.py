@@ -466,3 +466,20 @@ def captured(make_optimizer: zoo.OptimizerFactory) -> Blocks:
 class ShardedByHand(Blocks):
     def configure_model(self) -> None:
         fully_shard(self.blocks[0])
+
+
+class ZeroesInHook(Blocks):
+    """Not after each step, and not by the optimizer."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            self.zero_grad()
+
+
+class HalvesBetween(Blocks):
+    """Halves what is accumulated so far."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)

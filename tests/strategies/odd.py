@@ -453,6 +453,17 @@ class Unannounced(StepsByHand, MLP):
         return loss.detach()
 
 
+class UnannouncedScalar(Unannounced):
+    """It has a parameter that no strategy shards."""
+
+    def build(self) -> None:
+        super().build()
+        self.factor = nn.Parameter(torch.tensor(1.3))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.factor * super().compute_loss(batch)
+
+
 class TwoSpeeds(Adversarial):
     """A GAN whose discriminator steps twice as often; models toggled without synchronising while they accumulate."""
 

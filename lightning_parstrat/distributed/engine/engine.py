@@ -245,7 +245,8 @@ class ShardedDataParallel:
         trained = set().union(*self._known)
         with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
             # Each rank may have made them by its own random numbers. By `data`, because a graph may have saved them.
-            broadcast_tensors([one.data for one in parameters if one not in trained], self._groups.gradients)
+            added = [one.data for one in parameters if one not in trained and has_memory(one)]
+            broadcast_tensors(added, self._groups.gradients)
             self._bucket_parameters()
         return [bucket for bucket in self.buckets if bucket not in before]
 

@@ -260,9 +260,10 @@ class ShardedModule:
         # None while the whole parameters are shown.
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
-    def reshard_root(self) -> None:
-        """Frees the root's parameters between forward and backward, too. Then no hook sees gathered parameters."""
-        cast(FSDPModule, self.module).reshard()
+    def reshard_before_backward(self) -> None:
+        """Frees what is still gathered between forward and backward. Then no hook sees gathered parameters."""
+        for part in self._parts:
+            part.reshard()
 
     def _gather_after_writes(self, number: int, phase: str, name: str) -> None:
         """Makes a unit's gather wait for writes to shards within the step. FSDP2 only waits for those before it.
@@ -517,6 +518,17 @@ class ShardedModule:
         self._graph_tasks: set[int] = set()
         self._backwards = 0
         self._zeroed.clear()
+
+    def complete(self) -> None:
+        """Completes gradients of backwards that were not announced. Call before each step. Collective if there are any.
+
+        FSDP2 has reduced those of shards. Those of whole parameters are local until then.
+        """
+        if self._graph_tasks and not self._backwards:
+            self._backwards = len(self._graph_tasks)
+            # The program may have dropped some.
+            self._used.difference_update([n for n, one in enumerate(self.leaves) if one.parameter.grad is None])
+            self.end_backward(lambda: 1.0)
 
     @torch.no_grad()
     def _average_whole(self, parameters: Iterable[Tensor]) -> None:

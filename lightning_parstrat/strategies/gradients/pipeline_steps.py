@@ -181,7 +181,8 @@ class PipelineSteps:
             with taken.taking(number, is_last), context(), self._differences.watching(number, is_last):
                 return getattr(self._module, name)(micro_batches[number], *args)
 
-        shapes = self._shapes_of(name, micro_batches, step)
+        # The second of an evaluation's arguments is the number of the loader.
+        shapes = self._shapes_of(name, micro_batches, step, args[1:])
         if self._parts.sharded is not None:
             # They stay gathered until the backwards, or the evaluation, have ended.
             self._parts.sharded.gather()
@@ -238,7 +239,9 @@ class PipelineSteps:
         device = self._strategy.root_device
         return joined if is_last else replace_leaves(last.result, lambda tensor: tensor.to(device))
 
-    def _shapes_of(self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any]) -> list[Any]:
+    def _shapes_of(
+        self, name: str, micro_batches: Sequence[Any], step: Callable[[int, bool], Any], loader: tuple[Any, ...]
+    ) -> list[Any]:
         found, fault, looked = [], None, False
         trained = self._number_of_trained()
         if trained != self._trained:
@@ -246,7 +249,7 @@ class PipelineSteps:
             self._trained = trained
             self._pipeline.settle()
         for number, micro_batch in enumerate(micro_batches):
-            key = (name, trained, signature(micro_batch))
+            key = (name, loader, trained, signature(micro_batch))
             if key not in self._shapes and fault is None:
                 looked = True
                 state = rng_state()
