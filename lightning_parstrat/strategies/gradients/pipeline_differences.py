@@ -81,10 +81,10 @@ class Differences:
         return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
 
     def changed_buffers(self) -> dict[str, float]:
-        """The buffers that the first training step has changed on this rank, and their sums. Nothing after others."""
+        """The buffers that the first training step has changed on this rank, and sums of their magnitudes. Nothing after others."""
         now = dict(self._module.named_buffers())
         found = {
-            name: float(now[name].detach().to(torch.complex128).nan_to_num().sum().abs())
+            name: float(now[name].detach().to(torch.complex128).nan_to_num().abs().sum())
             for name, (buffer, value) in self._buffers_before.items()
             if name in now and not (now[name] is buffer and are_same(buffer, value))
         }
