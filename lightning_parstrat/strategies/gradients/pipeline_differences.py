@@ -81,7 +81,7 @@ class Differences:
         return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
 
     def changed_buffers(self) -> dict[str, float]:
-        """The buffers that the first training step has changed on this rank, and sums of their magnitudes. Nothing after others."""
+        """Buffers that the first training step has changed on this rank, with the sum of magnitudes. Later none."""
         now = dict(self._module.named_buffers())
         found = {
             name: float(now[name].detach().to(torch.complex128).nan_to_num().abs().sum())
