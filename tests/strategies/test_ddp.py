@@ -40,7 +40,8 @@ class LookAtWrapper(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        self.shares_memory = len(storages) < len(gradients)
+        # The smallest buckets that are tried have a gradient each.
+        self.shares_memory |= len(storages) < len(gradients)
         facts = trainer.strategy.model._get_ddp_logging_data()
         self.buckets.append(facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"])
 
