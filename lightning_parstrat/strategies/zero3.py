@@ -20,7 +20,12 @@ from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import count_of, counted
-from lightning_parstrat.distributed.comm.agreement import any_rank, check_agreement, topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import (
+    any_rank,
+    any_rank_for_each,
+    check_agreement,
+    topology_of_ranks,
+)
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
@@ -406,10 +411,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().on_train_start()
         owners = (self._training_module, *self._training_module.trainer.callbacks)
         methods = {name for owner in owners for name in users_methods(owner)}
-        self._has_hooks_before_backward = not methods.isdisjoint(_HOOKS_BEFORE_BACKWARD)
         module, callbacks = owners[0], owners[1:]
-        optimizers, precision = trained(self.optimizers), self.precision_plugin
-        self._has_observers = bool(observers_of_gradients(module, callbacks, optimizers, precision))
+        observers = observers_of_gradients(module, callbacks, trained(self.optimizers), self.precision_plugin)
+        # A callback may be on one rank alone, and what follows from it is collective.
+        found = [not methods.isdisjoint(_HOOKS_BEFORE_BACKWARD), bool(observers)]
+        self._has_hooks_before_backward, self._has_observers = any_rank_for_each(found, self._ranks.control)
         self._report_what_is_sharded(self._fsdp_module)
 
     @override

@@ -291,6 +291,7 @@ CASES = {
     ),
     "shards: zeroed in a hook, units stay": of_shards(for_shards.ZeroesInHook, {**ONE_BY_ONE, **STAY}),
     "shards: halved in a window, whole": of_shards(for_shards.HalvesBetween, WHOLE, trainer=WINDOW),
+    "shards: watched on a rank": of_shards(for_shards.WatchedOnARank, {**ONE_BY_ONE, **STAY, **WHOLE}, trainer=WINDOW),
     "shards: written by a block": of_shards(for_shards.Clamps, UNITS),
     # Losses that are made of gradients.
     "shards: called again": of_shards(for_shards.CalledAgain),
