@@ -75,6 +75,8 @@ def run(arguments: Namespace) -> int:
     """
     if not 0 <= arguments.reserve < 1:
         raise UsageError(f"--reserve {arguments.reserve:g}: write a part of the memory, such as 0.2: 0 <= reserve < 1.")
+    if arguments.compute_seconds is not None and not arguments.compute_seconds > 0:
+        raise UsageError(f"--compute-seconds {arguments.compute_seconds:g}: write seconds > 0.")
     loads = arguments.loader_seconds
     if loads < 0 or (loads and None in (arguments.bandwidth, arguments.compute_seconds)):
         raise UsageError(
