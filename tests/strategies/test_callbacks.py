@@ -134,6 +134,13 @@ CASES = {
         zoo.BatchNormalised,
         trainer={"max_epochs": 3, "check_val_every_n_epoch": 2},
     ),
+    # That step divides gradients by the loss scale once more.
+    "stochastic weight averaging, batch norm, a loss scale": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
+        zoo.BatchNormalised,
+        trainer={"max_epochs": 3, "fp16": True, "check_val_every_n_epoch": 2},
+        tolerance=1e-3,
+    ),
     "stochastic weight averaging, an optimizer in the module": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=1)], KeepsOptimizer, script=fit_twice
     ),

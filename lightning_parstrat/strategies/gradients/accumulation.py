@@ -18,6 +18,7 @@ from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_sc
 from lightning_parstrat.core.policy import CommonPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError, StepGradients
@@ -84,6 +85,8 @@ class Accumulation(Part):
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._has_backward = False
         """Whether a micro-batch of this window had a backward."""
+        self._adds_to_earlier = False
+        """Whether the window began with gradients of earlier steps."""
         self._loss_weight: Any = None
         self._by_samples: bool | None = None
         """Whether losses count by their samples. None before the first step, and without a division of samples."""
@@ -176,6 +179,9 @@ class Accumulation(Part):
             self._clipper.begin_backward()
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
+        if not self._has_backward:
+            earlier = [local(one.grad) for one in self._module.parameters() if one.grad is not None]
+            self._adds_to_earlier = self._may_scale and any(bool(one.any()) for one in earlier)
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.watch)
         if self._weights.used and not self._by_samples:
@@ -214,6 +220,12 @@ class Accumulation(Part):
         return loss
 
     @property
+    def _may_scale(self) -> bool:
+        """Whether the window's mean may be another one than that over ranks."""
+        may_be_short = self._trainer.accumulate_grad_batches > 1 and self._policy.partial_window == "exact"
+        return may_be_short or (self._weights is not None and self._weights.used)
+
+    @property
     def _is_weightless(self) -> bool:
         return self.scale is not None and self.scale() == 0.0
 
@@ -229,6 +241,12 @@ class Accumulation(Part):
             total=micro_batches * self._ranks.ranks_of_step if weights is None else weights.total(),
             partial_window=self._policy.partial_window,
         )
+        if self._adds_to_earlier and scale != 1.0 / self._ranks.ranks_of_step:
+            raise RuntimeError(
+                "Gradients of an earlier step were not zeroed, and the factor of this step's mean would multiply them,"
+                " too. Zero gradients before each step. Or leave out `loss_weight`, and set"
+                " partial_window='lightning'."
+            )
         if weights is None and scale != 1.0 / self._ranks.ranks_of_step:
             self._hooks.say(
                 f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"

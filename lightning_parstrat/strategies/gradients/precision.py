@@ -91,22 +91,27 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         return self._scale is not None
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients, unless they were unscaled since the last backward."""
+        """Unscales the gradients, unless they were unscaled since the last backward or step.
+
+        A second step without a backward divides them once more, as under `ddp`.
+        """
         optimizer = unwrapped(optimizer)
-        if optimizer not in self._clipper.unscaled:
+        if optimizer not in self._clipper.unscaled or self._is_ready(optimizer):
             self._refuse_mixture(optimizer)
             super().unscale_(optimizer)
             self._clipper.unscaled.add(optimizer)
 
     def _refuse_mixture(self, optimizer: Optimizer) -> None:
         """Raises if a backward of a scaled loss may have added to gradients that were already unscaled."""
-        is_ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if not is_ready and optimizer not in self._clipper.unscaled:
+        if not self._is_ready(optimizer) and optimizer not in self._clipper.unscaled:
             raise RuntimeError(
                 "In 16-mixed gradients were unscaled to be clipped, and another backward came before their optimizer"
                 " has stepped. Step all optimizers whose gradients were clipped before the next backward, or take"
                 " precision 'bf16-mixed'. clip_scope='global' clips all gradients that are there: take 'optimizer'."
             )
+
+    def _is_ready(self, optimizer: Optimizer) -> bool:
+        return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """Makes the next update count what unscaling has found, although ``optimizer`` does not step."""

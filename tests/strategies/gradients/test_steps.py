@@ -141,6 +141,19 @@ class Divides(Regression):
         return {"loss": loss, "loss_weight": batch.weight}
 
 
+class ZeroesInPlace(Regression):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Keeps(Regression):
+    """Zeroes gradients before the first step alone."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx == 0:
+            optimizer.zero_grad()
+
+
 class StepsByTheLoss(torch.optim.SGD):
     """Needs the loss to step, the mean over ranks."""
 
@@ -272,6 +285,7 @@ ROWS: dict[str, Row] = {
     "hooks look": Row(BY_3, Looks, truth={"optimizer": plain_sgd}),
     "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
     "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
+    "zeroed in place": Row(BY_3, partial(ZeroesInPlace, weighted=True), weights=WEIGHTS),
     "by the loss": Row(
         {}, partial(Regression, StepsByTheLoss, True), weights=WEIGHTS, truth={"optimizer": StepsByTheLoss}
     ),
@@ -382,6 +396,22 @@ def test_nan_of_a_micro_batch_without_weight_is_an_error_on_all_ranks(pool: Rank
     for message in messages:
         assert "rank 1: The gradients of a micro-batch whose `loss_weight` is 0 are not finite" in message
         assert "`mask.sum().clamp(min=1)`" in message
+
+
+def kept_gradients() -> list[str]:
+    found = []
+    # Shards add means to means, and need no error.
+    for kind in ("ddp_tuned", "zero3", "exposed"):
+        for row in (Row({"accumulate_grad_batches": 2}, Keeps, batches=3), Row({}, partial(Keeps, weighted=True))):
+            with pytest.raises(RuntimeError) as raised:
+                trained(row._replace(weights=WEIGHTS if not row.trainer else (1.0,)), strategy(kind))
+            found.append(str(raised.value))
+    return found
+
+
+def test_gradients_of_an_earlier_step_are_not_multiplied_by_a_factor(pool: RankPool) -> None:
+    for messages in pool.run(2, kept_gradients):
+        assert all("Gradients of an earlier step were not zeroed" in message for message in messages)
 
 
 def some_give_none(kinds: Sequence[str]) -> list[float]:
