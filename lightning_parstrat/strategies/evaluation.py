@@ -5,6 +5,7 @@ batches, and logged values are combined when a loader ends. Under ``zero3_custom
 step.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.strategies.data.even import Even, while_all_have_one
+from lightning_parstrat.strategies.data.places import positioned_sampler
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns
 from lightning_parstrat.strategies.parts import Part
@@ -48,14 +50,9 @@ class SamplesOnce(Part):
         strategy: The strategy that it is a part of.
     """
 
-    def __init__(self, strategy: DDPStrategy) -> None:
-        super().__init__(strategy)
-        self._sizes: list[tuple[DistributedSampler[Any], int, int]] = []
-        """Samplers with their own sizes. A sampler of the user's may be that of a training, too."""
-
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Changes the loader's sampler.
+        """Returns the loader with such a sampler. It is a copy: the user's may be that of a training, too.
 
         Raises:
             MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
@@ -74,18 +71,27 @@ class SamplesOnce(Part):
                 f" for {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then"
                 " samples are repeated."
             )
-        self._sizes.append((sampler, sampler.total_size, sampler.num_samples))
+        once = copy.copy(sampler)
         # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
-        sampler.total_size = samples
-        sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
-        return dataloader
+        once.total_size = samples
+        once.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+        return _with_sampler(dataloader, sampler, once)
 
-    @override
-    def teardown(self) -> None:
-        """Gives the samplers their sizes again."""
-        for sampler, total_size, num_samples in reversed(self._sizes):
-            sampler.total_size, sampler.num_samples = total_size, num_samples
-        self._sizes = []
+
+def _with_sampler(dataloader: DataLoader[Any], own: Any, other: Any) -> DataLoader[Any]:
+    """A copy of a loader with another sampler in the place of its own."""
+    found = copy.copy(dataloader)
+    # The loader refuses to set attributes. A change of its `__dict__` bypasses that check.
+    attributes = vars(found)
+    attributes["_iterator"] = None
+    if (in_training := positioned_sampler(found)) is not None:
+        in_training.remove(found)
+    if found.sampler is own:
+        attributes["sampler"] = other
+    if getattr(found.batch_sampler, "sampler", None) is own:
+        attributes["batch_sampler"] = copy.copy(found.batch_sampler)
+        attributes["batch_sampler"].sampler = other
+    return found
 
 
 class StepsOfAllRanks(Part):

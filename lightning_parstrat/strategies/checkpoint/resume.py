@@ -215,7 +215,9 @@ class Resume(Part):
         places = [state["loaders"][number] for state in states if number < len(state["loaders"])]
         if epoch:
             set_epoch(dataloader, epoch)
-        sampler = PositionedSampler(dataloader, self._division) if knows_its_place(dataloader) else None
+        trainer, sampler = self._trainer, None
+        if knows_its_place(dataloader):
+            sampler = PositionedSampler(dataloader, self._division, lambda: trainer.training)
         fails = False
         if sampler is not None:
             self._loaders.append(weakref.ref(dataloader))

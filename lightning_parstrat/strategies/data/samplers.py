@@ -6,7 +6,7 @@ the indices only if another number of ranks has begun the epoch.
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import index
@@ -123,14 +123,21 @@ class PositionedSampler(StandIn):
     Args:
         dataloader: The loader. :meth:`remove` restores its sampler.
         division: Cuts the batches of all ranks, which a `BatchSampler` makes of a `DistributedSampler`'s samples.
+        trains: Whether a training draws now. An evaluation with the same loader has the loader's own sampler.
     """
 
     __slots__ = (
-        *("_before_seed", "_generators", "_name", "division", "recounts", "resumed"),
+        *("_before_seed", "_generators", "_name", "_trains", "division", "recounts", "resumed"),
         *("undoes_seed", "workers_live_on"),
     )
 
-    def __init__(self, dataloader: DataLoader[Any], division: Division | None = None) -> None:
+    def __init__(
+        self,
+        dataloader: DataLoader[Any],
+        division: Division | None = None,
+        trains: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._trains = trains
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
         self.division = division
@@ -196,10 +203,13 @@ class PositionedSampler(StandIn):
 
     @override
     def __len__(self) -> int:
-        return super().__len__() if self.division is None else self._length(len(self.source))
+        is_own = self.division is None or not self._trains()
+        return super().__len__() if is_own else self._length(len(self.source))
 
     @override
     def __iter__(self) -> Iterator[Any]:
+        if not self._trains():
+            return super().__iter__()
         # A loader calls it first, and draws the seed afterwards. With workers it calls it again after that.
         if self._before_seed is None:
             self._before_seed = (torch.get_rng_state(), self.generator_states())
