@@ -79,7 +79,7 @@ class SamplesOnce(Part):
 
 
 def _with_sampler(dataloader: DataLoader[Any], own: Any, other: Any) -> DataLoader[Any]:
-    """A copy of a loader with another sampler in the place of its own."""
+    """A copy of a loader with another sampler."""
     found = copy.copy(dataloader)
     # The loader refuses to set attributes. A change of its `__dict__` bypasses that check.
     attributes = vars(found)

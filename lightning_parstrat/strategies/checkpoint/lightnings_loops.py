@@ -25,8 +25,8 @@ def set_back(loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], 
     Args:
         loops: The part as it is saved at this moment.
         trainer: The Trainer.
-        states: States of the loaders with own states. After the last batch of an epoch there are none. They are at
-            their end, and would give the next epoch no batches.
+        states: States of the loaders with own states. After the last batch of an epoch there are usually none. They are
+            at their end, and would give the next epoch no batches.
         batches: The number of batches to set it back by.
     """
     progress, is_over = trainer.fit_loop.epoch_loop.batch_progress, epoch_is_over(trainer)

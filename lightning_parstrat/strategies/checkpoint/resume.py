@@ -224,6 +224,10 @@ class Resume(Part):
             lives_on = dataloader.persistent_workers and places and epoch and not within_epoch
             sampler.workers_live_on, sampler.undoes_seed = bool(lives_on), bool(lives_on or within_epoch)
             fails = not self._sets(sampler, places)
+        state = None if within_epoch or not places or places[0] is None else places[0].get("state")
+        if state is not None:
+            # Of a stream that continues. Lightning loads states within an epoch alone.
+            dataloader.load_state_dict(copy.deepcopy(state))
         if within_epoch and any_rank(fails, self._ranks.control):
             if sampler is not None:
                 sampler.resumed, sampler.recounts = None, False
@@ -233,11 +237,11 @@ class Resume(Part):
                 " draws other indices than before; ranks of another number cannot share its samples. Or rank_shares or"
                 " keep_global_batch was set for one of both trainings alone."
             )
-        elif within_epoch and is_stateful(dataloader) and places and own is None:
+        elif (within_epoch or state is not None) and is_stateful(dataloader) and places and own is None:
             rank_zero_warn(
-                f"The checkpoint was saved within an epoch of {counted(len(self._saved['ranks']), 'rank')}, and there"
-                f" are {self._ranks.world_size} now. A data loader with its own state gets that of rank 0 on all ranks,"
-                " as under `ddp`. Samples may be repeated or left out in this epoch."
+                f"The checkpoint was saved by {counted(len(self._saved['ranks']), 'rank')}, and there are"
+                f" {self._ranks.world_size} now. A data loader with its own state gets that of rank 0 on all ranks, as"
+                " under `ddp`. Samples may be repeated or left out."
             )
 
     def _sets(self, sampler: PositionedSampler, places: Sequence[Place | None]) -> bool:

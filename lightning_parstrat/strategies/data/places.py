@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,7 +23,7 @@ Place = dict[str, Any]
 
 ``position`` is the position of its pass after the trained batches, or None if nothing was drawn. ``generators`` are the
 states of its generators and its sampler's. ``begun_again`` says whether it had ended in the epoch. A loader with a
-`state_dict` has only that and its ``state``, which is None if an epoch begins.
+`state_dict` has only that and its ``state``, which is None if it begins a pass.
 """
 
 
@@ -36,6 +37,7 @@ class Moment(NamedTuple):
         batches: How many batches its iterator has handed out in that pass.
         has_ended: Whether it has ended in the epoch.
         state: A copy of the state of a loader that has a `state_dict`.
+        continues: Whether the next epoch continues that pass.
     """
 
     loader: Any
@@ -44,11 +46,12 @@ class Moment(NamedTuple):
     batches: int
     has_ended: bool
     state: Any
+    continues: bool
 
     def place(self, within_epoch: bool) -> Place | None:
         """The loader's place. None if it is not known. More may have been drawn since this moment."""
         if is_stateful(self.loader):
-            return {"begun_again": self.has_ended, "state": self.state if within_epoch else None}
+            return {"begun_again": self.has_ended, "state": self.state if within_epoch or self.continues else None}
         if self.sampler is None:
             return None
         in_pass = self.in_pass if within_epoch else None
@@ -71,14 +74,25 @@ def moments(trainer: Trainer, given: Sequence[Any] | None = None) -> list[Moment
     for number, (loader, iterator) in enumerate(iterators_in_training(trainer)):
         in_pass, batches = present_pass(iterator)
         known = in_pass if isinstance(in_pass, Pass) else None
-        state = None
+        state, continues = None, _continues(loader, trainer)
         if is_stateful(loader):
-            state = _copied(loader.state_dict()) if given is None else next(states, None)
+            is_new = given is None or (not given and continues)
+            state = _copied(loader.state_dict()) if is_new else next(states, None)
         # Lightning may have fetched a batch before the training, or before the epoch of a loader that it made anew.
         batches = batches if given is None else 0
         has_ended = number < len(ended) and ended[number]
-        found.append(Moment(loader, positioned_sampler(loader), known, batches, has_ended, state))
+        found.append(Moment(loader, positioned_sampler(loader), known, batches, has_ended, state, continues))
     return found
+
+
+def _continues(loader: Any, trainer: Trainer) -> bool:
+    """Whether a pass over a loader continues when `limit_train_batches` ends an epoch, as that of a stream does.
+
+    A `DataLoader` begins another pass with each epoch.
+    """
+    limit, length = trainer.limit_train_batches, sized_len(loader)
+    ends_early = length is None or length > trainer.num_training_batches
+    return not isinstance(users_own(loader), DataLoader) and (isinstance(limit, int) or limit < 1.0) and ends_early
 
 
 def places_at(loaders: Sequence[Moment], within_epoch: bool) -> list[Place | None]:

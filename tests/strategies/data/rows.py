@@ -174,6 +174,23 @@ class Dealt:
         self.loaded = state
 
 
+class Endless:
+    """A stream, which continues where an epoch has ended it."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.place += 1
+            yield Numbered()[[self.place]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 ZERO1, TUNED = KINDS = ("ZeRO1Strategy", "TunedDDPStrategy")
 BATCHES = ("on_train_batch_start", "on_train_batch_end")
 STEPS = ("on_before_backward", "on_before_optimizer_step")
@@ -194,6 +211,7 @@ class Row(NamedTuple):
         width: Of the module.
         hooks: In which it is saved.
         after: After how many batches in hooks of a batch.
+        validates_too: Whether validations have the same loader.
     """
 
     make: Callable[[], Any]
@@ -204,6 +222,7 @@ class Row(NamedTuple):
     width: int = 24
     hooks: tuple[str, ...] = BATCHES[1:]
     after: Collection[int] = ()
+    validates_too: bool = False
 
 
 OWN = {"use_distributed_sampler": False}
@@ -339,6 +358,7 @@ HOOKS: dict[str, Row] = {
     "twice an epoch": in_hooks(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}, TUNED),
     "in windows": in_hooks(shuffled, (*BEGINS, *ENDS, BATCHES[1]), BY_TWO, ZERO1, {"shard_gradients": True}),
     "validated in windows": in_hooks(shuffled, (ENDS[0], *BATCHES), {**BY_TWO, "val_check_interval": 2}, TUNED),
+    "one loader": in_hooks(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2})._replace(validates_too=True),
     "ends, workers": in_hooks(lambda: shuffled(num_workers=1), ENDS),
     "ends, workers, generator": in_hooks(lambda: generated(num_workers=1), ENDS, {}, TUNED),
     "ends, persistent": in_hooks(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
@@ -349,6 +369,7 @@ UNSIZED: dict[str, Row] = {
 }
 STATEFUL_HOOKS: dict[str, Row] = {
     "any hook, stateful": in_hooks(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES), {}, TUNED),
+    "any hook, a stream": in_hooks(Endless, (*BEGINS, *ENDS, *BATCHES), {"limit_train_batches": 5}),
     "in batches, draws beside": in_hooks(lambda: [shuffled(), Dealt(9)], BATCHES, {}, ZERO1, SHARDED),
     "in windows, draws": in_hooks(dealt, (*BATCHES, STEPS[0]), BY_TWO, TUNED),
     "validated, draws": in_hooks(dealt, (ENDS[0], *BATCHES), {"val_check_interval": 2}),

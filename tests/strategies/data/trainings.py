@@ -98,11 +98,12 @@ def trainer_and_module(row: Row, seed: int, *callbacks: Callback, **more: Any) -
 
 def fit(row: Row, seed: int, *callbacks: Callback, path: str | None = None, **more: Any) -> Training:
     trainer, module = trainer_and_module(row, seed, *callbacks, **more)
+    made = None if row.from_module else row.make()
     validation = loader(8) if "val_check_interval" in {**row.arguments, **more} else None
     Numbered.loaded = 0
     with workers_allowed(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, None if row.from_module else row.make(), validation, ckpt_path=path, weights_only=True)
+        trainer.fit(module, made, made if row.validates_too else validation, ckpt_path=path, weights_only=True)
     # Where nothing was left to train on, training has not ended.
     trained = module.trained or [parameter.detach().clone() for parameter in module.parameters()]
     return Training(module.seen, trained, Numbered.loaded, [str(one.message) for one in caught])
