@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -94,6 +95,8 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
 
 def loaded(load: Callable[[], Any], source: Path) -> Any:
     """The result of ``load``. Its errors become those of the command."""
+    # Classes of the program, if it is started in its folder.
+    sys.path.insert(0, str(Path.cwd()))
     try:
         return load()
     except pickle.UnpicklingError as error:
@@ -101,5 +104,11 @@ def loaded(load: Callable[[], Any], source: Path) -> Any:
             f"{source} holds objects of classes that are loaded only with your permission ({error}). If you trust"
             " its author, add --trusted."
         ) from error
-    except CheckpointDamagedError as error:
+    except (ImportError, AttributeError, CheckpointDamagedError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, (ImportError, AttributeError)):
+            raise UsageError(
+                f"{source} holds objects of classes that cannot be imported from here ({cause}). Run this in the"
+                " program's folder."
+            ) from error
         raise UsageError(str(error)) from error

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(f"nothing is expected after `--`, got {' '.join(program)!r}.")
         parsed.program = program
         code = int(_module(parsed.command).run(parsed))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except UsageError as error:
         print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)

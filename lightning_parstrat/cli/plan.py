@@ -1,6 +1,7 @@
 """``lightning-parstrat plan``: the memory and traffic of a training under each strategy, computed without a device."""
 
 import json
+import math
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ many steps: their results differ from those of ddp. --rank-shares shows what equ
 are unequally fast.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_MOST_RANKS = 2**20
 _LAYERS = 32
 """The layers of a language model of 7B parameters. Larger models have more."""
 
@@ -75,15 +77,17 @@ def run(arguments: Namespace) -> int:
     """
     if not 0 <= arguments.reserve < 1:
         raise UsageError(f"--reserve {arguments.reserve:g}: write a part of the memory, such as 0.2: 0 <= reserve < 1.")
-    if arguments.compute_seconds is not None and not arguments.compute_seconds > 0:
+    if arguments.world_size > _MOST_RANKS:
+        raise UsageError(f"--world-size {arguments.world_size}: write at most {_MOST_RANKS}.")
+    if arguments.compute_seconds is not None and not 0 < arguments.compute_seconds < math.inf:
         raise UsageError(f"--compute-seconds {arguments.compute_seconds:g}: write seconds > 0.")
     loads = arguments.loader_seconds
-    if loads < 0 or (loads and None in (arguments.bandwidth, arguments.compute_seconds)):
+    if not 0 <= loads < math.inf or (loads and None in (arguments.bandwidth, arguments.compute_seconds)):
         raise UsageError(
             f"--loader-seconds {loads:g}: write seconds >= 0, and give --bandwidth and --compute-seconds, too."
         )
     training, optimizer = _training(arguments)
-    memory = None if arguments.memory is None else _quantity(arguments.memory, "--memory", "80GB or 24GiB")[0]
+    memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory", "80GB or 24GiB")
     room = None if memory is None else memory * (1 - arguments.reserve)
     rate = None if arguments.bandwidth is None else _bytes_per_second(arguments.bandwidth)
     inexact = [] if arguments.outer_every is None else [outer(training, arguments.outer_every)]
@@ -233,7 +237,7 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
         shard_ranks=groups.size,
         micro_batches=arguments.accumulate,
         precision=arguments.precision or training.precision,
-        activations=_quantity(arguments.activations, "--activations", "2MB")[0] if arguments.activations else 0.0,
+        activations=0.0 if arguments.activations is None else _bytes(arguments.activations, "--activations", "2MB"),
         pieces=arguments.microbatches,
     )
     # Plans are usually for GPUs, and the device hardly changes them.
@@ -245,7 +249,7 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
 def _slowed_by_equal_shares(arguments: Namespace) -> float:
     """How many times as long a step computes with equal shares."""
     shares, ranks = arguments.rank_shares, arguments.world_size
-    if len(shares) != ranks or not min(shares) > 0:
+    if len(shares) != ranks or not all(0 < share < math.inf for share in shares):
         raise UsageError(f"--rank-shares: write a positive number for each of the {counted(ranks, 'rank')}.")
     return sum(shares) / (ranks * min(shares))
 
@@ -267,11 +271,19 @@ def _quantity(text: str, option: str, examples: str) -> tuple[float, str]:
     return float(match[1]) * _UNITS[match[2].upper()], match[3] or ""
 
 
+def _bytes(text: str, option: str, examples: str) -> float:
+    number, unit = _quantity(text, option, examples)
+    if unit not in ("", "B") or "/" in text:
+        raise UsageError(f"{option} {text!r}: write bytes, such as {examples}.")
+    return number
+
+
 def _number(text: str, option: str) -> int:
     number, billions = _quantity(text, option, "7B, 350M or 10K")
-    if billions not in ("", "b", "B") or not number:
+    count = round(number * (10**9 if billions else 1))
+    if billions not in ("", "b", "B") or not count:
         raise UsageError(f"{option} {text!r}: write a number such as 7B, 350M or 10K.")
-    return round(number * (10**9 if billions else 1))
+    return count
 
 
 def _bytes_per_second(text: str) -> float:

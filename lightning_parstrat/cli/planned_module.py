@@ -1,6 +1,7 @@
 """The module of a LightningCLI configuration, for a plan. It is created without memory for its parameters."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_module(path: Path, class_path: str | None, tensor_ranks: int | None, ra
     """
     try:
         config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     section = _model(config, path, class_path)
     given = section["class_path"]
@@ -98,9 +99,11 @@ def values_of(optimizer: str) -> tuple[float, str]:
         UsageError: There is no such class, or its state is not known.
     """
     with contextlib.suppress(ValueError):
-        return float(optimizer), f"{float(optimizer):g} values of state per parameter"
-    by_name = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if name[0].isupper()}
-    cls: Any = by_name.get(optimizer.lower()) or import_class(optimizer)
+        number = float(optimizer)
+        if not 0 <= number < math.inf:
+            raise UsageError(f"--optimizer {optimizer}: write a class, or how many values it keeps of each parameter.")
+        return number, f"{number:g} values of state per parameter"
+    cls: Any = _optimizer_class(optimizer)
     try:
         ratio = state_bytes_per_parameter_byte(cls([nn.Parameter(torch.zeros(2, 2))]))
     except Exception:
@@ -111,6 +114,11 @@ def values_of(optimizer: str) -> tuple[float, str]:
             " as --optimizer 1 for one average."
         )
     return ratio, cls.__name__
+
+
+def _optimizer_class(name: str) -> type:
+    by_name = {one.lower(): getattr(torch.optim, one) for one in dir(torch.optim) if one[0].isupper()}
+    return by_name.get(str(name).lower()) or import_class(name)
 
 
 def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[int, int]:
@@ -137,6 +145,7 @@ def _full_sharding(strategy: Any) -> FullShardingPolicy:
     given: Any = {}
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("ZeRO3Strategy"):
         given = strategy.get("init_args") or {}
+    given = given if isinstance(given, Mapping) else {}
     return FullShardingPolicy(
         auto_wrap_policy=given.get("auto_wrap_policy"),
         min_num_params=given.get("min_num_params", MIN_NUM_PARAMS),
@@ -185,17 +194,19 @@ def _make(cls: type, section: Mapping[str, Any]) -> nn.Module:
             with torch.device(device):
                 module: nn.Module = instantiate(parser.parse_object({"model": given})).model
             return module
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = error
     raise UsageError(f"{name} cannot be created: {failure}") from failure
 
 
 def _configured_optimizer(section: Any, parameters: list[nn.Parameter]) -> list[Optimizer]:
     """The optimizer in the configuration's own section. LightningCLI uses it instead of the module's."""
+    if isinstance(section, str):
+        section = {"class_path": section}
     if "class_path" not in section:
         return []
     try:
-        return [import_class(section["class_path"])(parameters, **(section.get("init_args") or {}))]
+        return [_optimizer_class(section["class_path"])(parameters, **(section.get("init_args") or {}))]
     except Exception as error:
         raise UsageError(f"The configuration's optimizer cannot be created: {error}") from error
 

@@ -31,14 +31,20 @@ def import_class(path: str) -> type:
     Raises:
         UsageError: There is no such class.
     """
-    module, _, name = path.rpartition(".")
+    module, _, name = str(path).rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except SystemExit as error:
         raise UsageError(
-            f"No class {path!r} can be imported from here ({error}). Give its module and its name, such as"
-            " my_package.model.MyModule, and run this in the program's folder."
+            f"The import of {module} ends the program. Put its LightningCLI under `if __name__ == '__main__':`."
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"No class {path!r} can be imported from here ({type(error).__name__}: {error}). Give its module and its"
+            " name, such as my_package.model.MyModule, and run this in the program's folder."
         ) from error
     if not isinstance(found, type):
-        raise UsageError(f"{path} is not a class.")
+        raise UsageError(
+            f"No class {path!r} is known. Give its module and its name, such as my_package.model.MyModule."
+        )
     return found

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -22,8 +23,8 @@ from lightning_parstrat.core.tuning import MEASURES
 from lightning_parstrat.core.wording import amount
 
 _DESCRIPTION = """
-Runs a LightningCLI's program for some steps under each strategy that keeps its results, without checkpoints and
-loggers. Validation takes one batch. Shows predicted and measured times of a step, and writes the fastest to a
+Runs a LightningCLI's program for some steps under each strategy that keeps its results. Validation takes one batch, and
+logs go to a temporary folder. Shows predicted and measured times of a step, and writes the fastest to a
 configuration.
 
   lightning-parstrat tune -- python main.py fit --config c.yaml
@@ -137,6 +138,8 @@ def run(arguments: Namespace) -> int:
         raise UsageError(f"--steps {arguments.steps}: times of fewer than 25 steps are not reliable.")
     if not arguments.output.resolve().parent.is_dir():
         raise UsageError(f"--output {arguments.output}: there is no such folder. Make it first.")
+    if arguments.output.is_dir():
+        raise UsageError(f"--output {arguments.output} is a folder. Write the path of a file.")
     rows: list[list[str]] = []
     first = _first_run(arguments, rows)
     if first is None:
@@ -271,14 +274,15 @@ def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | 
             # A scheduler may need a metric of validation.
             "limit_val_batches": 1,
             "num_sanity_val_steps": 0,
-            "logger": False,
-            "enable_progress_bar": False,
+            # A callback may need one, as LearningRateMonitor does. It writes into the folder.
+            "logger": True,
             "enable_model_summary": False,
             "default_root_dir": folder,
         }
         config.write_text(yaml.safe_dump({"trainer": trainer}))
         failed = _run([*arguments.program, "--config", str(config)], times, arguments.timeout)
-        if times.is_file():
+        # A run that was ended may have written a part.
+        with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(times.read_text())
             return found
         return failed or _NO_TIMES
@@ -300,7 +304,8 @@ def _run(command: Sequence[str], target: Path, timeout: float) -> str:
             start_new_session=True,
         )
         try:
-            process.wait(timeout)
+            with _exit_by_signals():
+                process.wait(timeout)
         except subprocess.TimeoutExpired:
             return f"it took longer than {timeout:g} s (--timeout)"
         finally:
@@ -311,6 +316,21 @@ def _run(command: Sequence[str], target: Path, timeout: float) -> str:
         lines = [line.strip() for line in output if line.strip()]
         said = ([line for line in lines if _ERROR.match(line)] or lines or [""])[-1]
         return f"exit code {process.returncode}: {said[:200]}" if process.returncode else ""
+
+
+@contextmanager
+def _exit_by_signals() -> Iterator[None]:
+    """Within it, signals to end raise an exception, so that the program's ranks are ended, too."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _end(group: int) -> None:

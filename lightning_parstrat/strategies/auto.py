@@ -31,11 +31,13 @@ class AutoStrategy(ComposedStrategy):
         """The strategy in the file."""
         try:
             text = Path(path).read_text()
-            measured = json.loads(text.partition("\n")[0].removeprefix("#"))
-            trainer = yaml.safe_load(text)["trainer"]
-            name, given = trainer["strategy"]["class_path"].rpartition(".")[2], trainer["strategy"]["init_args"]
+            measured = dict(json.loads(text.partition("\n")[0].removeprefix("#")))
+            chosen = yaml.safe_load(text)["trainer"]["strategy"]
+            name, given = chosen["class_path"].rpartition(".")[2], dict(chosen["init_args"])
+            if name not in PUBLIC.keys() - {"AutoStrategy", "GradNormMonitor"}:
+                raise ValueError(f"{name} is no strategy")
             module = PUBLIC[name].removeprefix("strategies.")
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
             raise MisconfigurationException(
                 f"auto_custom needs the file that `lightning-parstrat tune -- python main.py fit -c c.yaml` writes, and"
                 f" {path} is not one ({error}). Run that, or give the file's path: AutoStrategy(path=...)."

@@ -1,8 +1,11 @@
 """``inspect`` and ``consolidate`` on what trainings have written, and on what is none of it."""
 
+import importlib
 import os
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,6 +86,33 @@ def test_objects_are_loaded_if_one_says_so(checkpoints: Path, tmp_path: Path) ->
     saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
     torch.save({**saved, "hyper_parameters": {"path": Path("x")}}, tmp_path / "objects.ckpt")
     assert main(["inspect", "--trusted", str(tmp_path / "objects.ckpt")]) == 0
+
+
+def test_classes_are_those_of_the_programs_folder(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "settings_of_program.py").write_text("class Settings:\n    pass\n")
+    shutil.copytree(checkpoints / "sharded.ckpt", tmp_path / "objects.ckpt")
+    monkeypatch.syspath_prepend(tmp_path)
+    rest = tmp_path / "objects.ckpt" / "checkpoint.pt"
+    saved = torch.load(rest, weights_only=False)
+    saved["hyper_parameters"] = {"own": importlib.import_module("settings_of_program").Settings()}
+    torch.save(saved, rest)
+    monkeypatch.undo()
+    for folder, code in ((checkpoints, 2), (tmp_path, 0)):
+        sys.modules.pop("settings_of_program", None)
+        monkeypatch.chdir(folder)
+        with patch.object(sys, "path", list(sys.path)):
+            words = [
+                "consolidate",
+                "--overwrite",
+                "--trusted",
+                str(tmp_path / "objects.ckpt"),
+                str(tmp_path / "o.ckpt"),
+            ]
+            assert main(words) == code
+        expected = "cannot be imported from here (No module named 'settings_of_program'). Run this in the program's"
+        assert (expected in capsys.readouterr().err) == (code == 2)
 
 
 def test_consolidating_replaces_on_demand(

@@ -249,7 +249,12 @@ def test_a_configurations_module(capsys: pytest.CaptureFixture[str], config: Any
     assert narrow["zero1_custom"]["held_bytes"] == (2 + 16 / 16) * trained + 2 * others
     assert plan(capsys, 0, "--world-size 16 --precision 32-true", *config())["estimates"] == result["estimates"]
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-    for words, given in (("--world-size 2 --optimizer sgd", {}), ("--world-size 2", {"optimizer": sgd})):
+    short = {"class_path": "SGD", "init_args": {"lr": 0.1}}
+    by_words = ("--world-size 2 --optimizer sgd", {})
+    for words, given in (
+        by_words,
+        *(("--world-size 2", {"optimizer": one}) for one in (sgd, short, "torch.optim.SGD")),
+    ):
         assert plan(capsys, 0, words, *config(**given))["ddp_tuned"]["held_bytes"] == 8 * trained + 4 * others
     # What is not known is taken for AdamW's.
     for changed in ({"needs_trainer": True}, {"optimizer": "Muon"}):
@@ -272,7 +277,9 @@ def test_units_are_those_of_the_configurations_strategy(capsys: pytest.CaptureFi
         assert result["zero3_custom"]["sent_bytes"] == pytest.approx(3 * (every + again + 9 * matrix), rel=1e-3)
 
 
-def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any, tmp_path: Path) -> None:
+def test_wrong_input_is_refused(
+    capsys: pytest.CaptureFixture[str], config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_number, of_ten = ("--parameters", "10M"), {"width": 64}
     planned = f"{__name__}.Planned"
     wrong: list[tuple[tuple[str, ...], str, str]] = [
@@ -283,6 +290,14 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         (by_number, "--devices-per-node 4", "not a multiple"),
         (by_number, "--shard-group 3", "--shard-group"),
         (by_number, "--compute-seconds -1", "--compute-seconds -1: write seconds > 0."),
+        (by_number, "--compute-seconds inf", "write seconds > 0."),
+        (by_number, "--loader-seconds nan", "write seconds >= 0"),
+        (by_number, "--memory 80Gbit", "--memory '80Gbit': write bytes, such as 80GB"),
+        (by_number, "--activations 2MB/s", "write bytes, such as 2MB"),
+        (by_number, "--optimizer -1", "--optimizer -1: write a class, or how many values"),
+        (by_number, "--rank-shares inf 1", "a positive number for each"),
+        (by_number, f"--world-size {10**20}", "write at most 1048576"),
+        (("--parameters", "0.0001K"), "", "write a number such as 7B"),
         (by_number, "--loader-seconds 1", "--loader-seconds 1: write seconds >= 0, and give --bandwidth"),
         (by_number, "--tensor-parallel 3", "--tensor-parallel 3 does not divide --world-size 2"),
         (config(of_ten), f"--model {planned} --tensor-parallel 2", "has none. Set it in the module: `self.tp_plan"),
@@ -297,8 +312,16 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         (config(of_ten), "", "--model"),
         (config(of_ten), "--model nowhere.Nothing", "nowhere.Nothing"),
         (config(of_ten), "--model torch.nn.Linear", "not a LightningModule"),
+        (config(of_ten), "--model main", "No class 'main' is known"),
+        (config(of_ten), "--model failing.Model", "(SyntaxError: "),
+        (config(of_ten), "--model unguarded.Model", "The import of unguarded ends the program. Put its LightningCLI"),
         (("--config", "missing.yaml"), "", "missing.yaml"),
+        (("--config", str(tmp_path / "latin.yaml")), "", "latin.yaml"),
     ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing.py").write_text("class")
+    (tmp_path / "unguarded.py").write_text("raise SystemExit(2)")
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9")
     for arguments, words, said in wrong:
         if arguments == config(of_ten):
             config(of_ten)

@@ -4,7 +4,10 @@ import json
 import os
 import platform
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +92,12 @@ FIRST = {**OF_GPT, **MEMORY, "nodes": 2, "devices": 1, "machine": "", "loading":
 def write_program(folder: Path, **model: Any) -> list[str]:
     """A program that saves, validates and logs, and its command line."""
     saves = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "saved"}}
+    # It needs a logger.
+    monitors = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    bar = {"class_path": "lightning.pytorch.callbacks.TQDMProgressBar"}
     # Epochs end within a run.
     of_epoch = {"limit_train_batches": 10, "limit_val_batches": 2}
-    ranks = {"accelerator": "cpu", "devices": 2, "max_steps": 1000, "callbacks": [saves], **of_epoch}
+    ranks = {"accelerator": "cpu", "devices": 2, "max_steps": 1000, "callbacks": [saves, monitors, bar], **of_epoch}
     (folder / "main.py").write_text(PROGRAM)
     config = {"trainer": ranks, "model": model}
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
@@ -158,6 +164,21 @@ def test_a_run_may_print_any_bytes(tmp_path: Path) -> None:
     assert _run([sys.executable, "-c", printed], tmp_path / "times", 60.0) == "exit code 3: ValueError: caf\ufffd"
 
 
+def test_a_signal_ends_the_program_too(tmp_path: Path) -> None:
+    sleeps = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    command = [sys.executable, "-m", "lightning_parstrat.cli.main", "tune", "--", sys.executable, "-c", sleeps, "fit"]
+    process, written = subprocess.Popen(command, cwd=tmp_path), tmp_path / "pid"
+    while not (written.exists() and written.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60.0) == 128 + signal.SIGTERM
+    state = Path(f"/proc/{written.read_text()}/stat")
+    # It may not have been waited for yet.
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert list(tmp_path.iterdir()) == [written]
+
+
 def test_a_program_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--output", str(tmp_path / "chosen.yaml"), "--", "/nowhere/python", "main.py", "fit"]) == 2
     assert "lightning-parstrat tune: [Errno 2] No such file or directory: '/nowhere/python'" in capsys.readouterr().err
@@ -202,6 +223,7 @@ def test_groups_and_16_bits_are_tried_where_they_may_pay() -> None:
         ("tune -- python main.py", "such as `-- python main.py fit -c c.yaml`"),
         ("tune --steps 5 -- python main.py fit", "times of fewer than 25 steps are not reliable"),
         ("tune --output none/c.yaml -- python main.py fit", "--output none/c.yaml: there is no such folder"),
+        ("tune --output . -- python main.py fit", "--output . is a folder"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
@@ -214,6 +236,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, message: st
     [
         ("print('trained')", "60", "it has written no times"),
         ("raise ValueError('no module\\nwas made')", "60", "exit code 1: ValueError: no module"),
+        ("import os; open(os.environ['LIGHTNING_PARSTRAT_TUNE'], 'w').write('{')", "60", "it has written no times"),
         ("import time; time.sleep(60)", "2", "it took longer than 2 s (--timeout)"),
     ],
 )
@@ -246,7 +269,23 @@ def test_a_fit_says_what_was_chosen_and_warns_of_another_training(pool: RankPool
     assert "accumulate_grad_batches 1, not 2" in other[1]
 
 
-@pytest.mark.parametrize("text", ["", "trainer:\n  strategy: zero1_custom\n", '# {"seconds": 1}\ntrainer: {}\n'])
+def chosen(first: str, name: str, arguments: str = "{}") -> str:
+    return f"# {first}\ntrainer: {{strategy: {{class_path: {name}, init_args: {arguments}}}}}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "trainer:\n  strategy: zero1_custom\n",
+        '# {"seconds": 1}\ntrainer: {}\n',
+        chosen("[1]", "lightning_parstrat.ZeRO1Strategy"),
+        chosen("{}", "lightning_parstrat.ZeRO1Strategy", "[1]"),
+        chosen("{}", "lightning_parstrat.AutoStrategy"),
+        chosen("{}", "lightning_parstrat.GradNormMonitor"),
+        chosen("{}", "5"),
+    ],
+)
 def test_a_file_that_tune_has_not_written_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "chosen.yaml").write_text(text)
     with pytest.raises(MisconfigurationException, match=re.escape("lightning-parstrat tune -- python main.py fit")):

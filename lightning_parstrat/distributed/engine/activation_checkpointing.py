@@ -100,6 +100,7 @@ def buffers_kept(buffers: Sequence[Tensor], always: bool = False) -> Iterator[No
 
 
 def _classes(module: nn.Module) -> set[str | type[Any]]:
-    """A module's class and its bases, and their names."""
+    """A module's class and its bases, and their names, with their module or without."""
     classes = set(type(module).__mro__) - {nn.Module, object}
-    return {*classes, *(cls.__name__ for cls in classes)}
+    names = {name for cls in classes for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+    return classes | names
