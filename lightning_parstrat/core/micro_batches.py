@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,8 +138,8 @@ def _has(tensor: Tensor, samples: int) -> bool:
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """What one step on the whole batch would have returned.
 
-    Tensors and lists with an item for each sample are put one after the other. Of other numbers, it is the mean over
-    samples.
+    Tensors, arrays and lists with an item for each sample are put one after the other. Of other numbers, it is the mean
+    over samples.
 
     Args:
         outputs: What a step has returned for each micro-batch.
@@ -148,13 +149,19 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ValueError: The outputs cannot be joined.
     """
     first = outputs[0]
+    if all(isinstance(one, np.ndarray) for one in outputs):
+        return join_outputs([torch.from_numpy(one) for one in outputs], sizes).numpy()
     if all(isinstance(one, Tensor) for one in outputs):
         if first.dim() and all(_has(one, size) for one, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
         if all(one.shape == first.shape for one in outputs):
             return mean_over(outputs, sizes)
     elif isinstance(first, Mapping):
-        return {key: join_outputs([one[key] for one in outputs], sizes) for key in first}
+        # Outputs of Hugging Face's models have attributes, too.
+        joined = copy.copy(first) if isinstance(first, dict) else {}
+        for key in first:
+            joined[key] = join_outputs([one[key] for one in outputs], sizes)
+        return joined
     elif isinstance(first, (list, tuple)):
         # A step returns a tuple of parts, and a list of samples.
         of_text = type(first) is tuple and all(isinstance(item, str) for one in outputs for item in one)
@@ -166,7 +173,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         if len({*lengths}) == 1:
             items = [join_outputs(position, sizes) for position in zip(*outputs, strict=True)]
             return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    elif all(one == first for one in outputs):
+    elif all(_are_equal(one, first) for one in outputs):
         return first
     elif isinstance(first, (int, float)) and not isinstance(first, bool):
         return mean_over([torch.tensor(float(one), dtype=torch.float64) for one in outputs], sizes).item()
@@ -174,6 +181,14 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         f"A step has returned values of type {type(first).__name__} that differ between micro-batches, and cannot be"
         " joined. Return tensors whose first dimension is the samples, or numbers."
     )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # Objects with tensors may compare these one by one.
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def has_no_mean(output: Any, samples: int) -> bool:

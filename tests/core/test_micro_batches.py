@@ -1,7 +1,10 @@
 """How a batch is cut into micro-batches, and how what steps return is joined."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +112,11 @@ def test_tensors_outside_of_lists_count_samples() -> None:
     assert sizes == [2, 2] and [len(tokens) for tokens, _ in parts] == [2, 2]
 
 
+@dataclass
+class Found:
+    rows: torch.Tensor
+
+
 OUTPUTS: dict[str, tuple[list[Any], Any]] = {
     "rows": ([IMAGES[:3], IMAGES[3:]], IMAGES),
     "means": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
@@ -126,6 +134,7 @@ OUTPUTS: dict[str, tuple[list[Any], Any]] = {
         (IMAGES, torch.tensor(2.0), torch.tensor(2.0)),
     ),
     "what is the same": (["words", "words"], "words"),
+    "a kind of dictionary": ([OrderedDict(rows=IMAGES[:3]), OrderedDict(rows=IMAGES[3:])], OrderedDict(rows=IMAGES)),
 }
 
 
@@ -136,11 +145,18 @@ def test_outputs_are_joined_as_one_step_would_return_them(outputs: list[Any], ex
     assert_same(joined, expected)
 
 
+def test_arrays_are_joined_as_tensors_are() -> None:
+    joined = join_outputs([IMAGES[:3].numpy(), IMAGES[3:].numpy()], [3, 1])
+    assert isinstance(joined, np.ndarray) and joined.tolist() == IMAGES.tolist()
+
+
 def test_outputs_that_differ_and_are_no_numbers_are_an_error() -> None:
     with pytest.raises(ValueError, match="values of type str that differ"):
         join_outputs(["a", "b"], [3, 1])
     with pytest.raises(ValueError, match="values of type list that differ"):
         join_outputs([[1.0, 2.0], [1.0]], [3, 3])
+    with pytest.raises(ValueError, match="values of type Found that differ"):
+        join_outputs([Found(IMAGES), Found(IMAGES + 1)], [4, 4])
 
 
 @pytest.mark.parametrize(

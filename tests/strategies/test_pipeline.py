@@ -4,7 +4,9 @@ import ctypes
 import re
 import tempfile
 import warnings
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
@@ -524,6 +526,89 @@ class Collects(Model):
         return self.head(self.norm(x)) * torch.stack(found).sum()
 
 
+class CollectsApart(Collects):
+    """Each block has its own."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, found = self.embed(tokens), [deque[Tensor]() for _ in self.blocks]
+        for block, own in zip(self.blocks, found, strict=True):
+            x = block(x, own)
+        return self.head(self.norm(x)) * torch.stack([one for own in found for one in own]).sum()
+
+
+class AddsTo(Block):
+    def forward(self, x: Tensor, sums: Any) -> Tensor:
+        sums.total = sums.total + x.square().mean()
+        return super().forward(x)
+
+
+class AddsUp(Model):
+    """Blocks add to an object of the caller."""
+
+    block = AddsTo
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, sums = self.embed(tokens), SimpleNamespace(total=torch.ones(()))
+        for block in self.blocks:
+            x = block(x, sums)
+        return self.head(self.norm(x)) * sums.total
+
+
+class AddsInto(Block):
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.square().mean()
+        return super().forward(x)
+
+
+class AddsUpInPlace(Model):
+    """Blocks add to elements of a tensor."""
+
+    block = AddsInto
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        sums = 0 * x.flatten()[: len(self.blocks)]
+        for number, block in enumerate(self.blocks):
+            x = block(x, sums[number])
+        return self.head(self.norm(x)) * sums.sum()
+
+
+class AddsToOwn(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums.total = self.sums.total + x.square().mean()
+        return super().forward(x)
+
+
+class AddsUpWithin(Model):
+    """Blocks keep an object to which they add."""
+
+    block = AddsToOwn
+
+    def build(self) -> None:
+        super().build()
+        self.sums = SimpleNamespace(total=0.0)
+        for block in self.blocks:
+            block.sums = self.sums
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        self.sums.total = torch.ones(())
+        return super().logits(tokens) * self.sums.total
+
+
+class LogsFromDictionary(Model):
+    """A metric is in a dictionary, where other ranks do not find it."""
+
+    def build(self) -> None:
+        super().build()
+        self.metrics = {"mean": MeanMetric()}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metrics["mean"].update(loss)
+        self.log("mean", self.metrics["mean"], on_step=False, on_epoch=True, metric_attribute="metrics")
+        return loss
+
+
 class Adds(Block):
     def forward(self, x: Tensor) -> Tensor:
         x += super().forward(x.clone())
@@ -788,9 +873,12 @@ REFUSED = {
     "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
     "kernel": Refused(RunsKernel, "cannot be found without values: .*data"),
     "left tensors": Refused(Penalised, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.penalty'"),
-    "appends": Refused(
-        Collects, r"'blocks\.1' is given what an earlier block was given, too, and has changed in place"
-    ),
+    "appends": Refused(Collects, r"'blocks\.1' is given what an earlier block was given, too"),
+    "appends, each to another": Refused(CollectsApart, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
+    "adds to an object": Refused(AddsUp, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
+    "adds in place": Refused(AddsUpInPlace, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
+    "adds to its object": Refused(AddsUpWithin, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.sums'"),
+    "a metric in a dictionary": Refused(LogsFromDictionary, "A MeanMetric is logged that is no submodule"),
     "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
     "backward hooks": Refused(HooksBackward, r"A backward hook is registered on 'blocks\.1'"),
     "freezes at the end": Refused(FreezesAtTheEnd, "A step has set `requires_grad` after the last block of a stage"),

@@ -8,6 +8,7 @@ was computed without values must not reach a block or a loss: that is found by i
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,11 @@ from lightning_parstrat.distributed.torch_compat import (
     has_forward_hooks,
     set_compiled_call,
     version_of,
+)
+
+_NOT_SEEN = (
+    "The stage that computes the loss does not see it. Return it from the block, or `detach()` it if nothing else reads"
+    " it. Or take a strategy that keeps the module whole."
 )
 
 
@@ -328,9 +334,19 @@ class CutModule:
         """Runs a block without values, and finds which of its arguments it changes in place."""
         args, kwargs = without_values(args), without_values(kwargs)
         parts = [*_parts((args, kwargs))]
-        before = [_content(part) for part in parts]
+        before, known = [_content(part) for part in parts], {id(one) for one in tensors_within((args, kwargs))}
         output = forward(*args, **kwargs)
-        self._changed[key] = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
+        changed = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
+        self._changed[key] = changed
+        kept = [one for one in tensors_within((args, kwargs)) if id(one) not in known]
+        # Other tensors that a block changes in place, it usually computes with.
+        kept += [parts[place] for place in changed if isinstance(parts[place], Tensor) and parts[place].numel() == 1]
+        returned = {id(leaf.tensor) for leaf in leaves(output)}
+        if any(one.grad_fn is not None and id(one) not in returned for one in kept):
+            raise PipelineError(
+                f"{self._names[key[0]]!r} leaves a tensor with a gradient in its arguments, such as an auxiliary loss."
+                f" {_NOT_SEEN}"
+            )
         return output
 
     def _end(self, number: int, _: Any, __: Any, output: Any) -> None:
@@ -468,15 +484,29 @@ def _no_values(name: str) -> Any:
         ) from error
 
 
+def tensors_within(tree: Any, in_object: bool = False) -> Iterator[Tensor]:
+    """The tensors of a tree, and those of one element in attributes of its objects, such as losses.
+
+    An object may also be a cache of keys and values, which no other stage needs.
+    """
+    if isinstance(tree, Tensor):
+        yield from [tree] if tree.numel() == 1 or not in_object else []
+    elif isinstance(tree, (dict, list, tuple, set, deque)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_within(part, in_object)
+    elif not in_object and not isinstance(tree, (nn.Module, type)):
+        yield from tensors_within(getattr(tree, "__dict__", {}), in_object=True)
+
+
 def left_tensors(blocks: dict[str, nn.Module]) -> dict[str, Tensor]:
     """Tensors that blocks have left on their modules, by their places: other stages do not see them."""
     return {
-        ".".join(map(str, (name, attribute, *leaf.path))): leaf.tensor
+        f"{name}.{attribute}" + (f", {number}" if number else ""): tensor
         for block, root in blocks.items()
         for name, part in root.named_modules(prefix=block)
         for attribute, value in vars(part).items()
         if not attribute.startswith("_")
-        for leaf in leaves(value)
+        for number, tensor in enumerate(tensors_within(value))
     }
 
 
@@ -485,8 +515,6 @@ def fault_of_left(left: dict[str, Tensor]) -> PipelineError | None:
     for place, tensor in left.items():
         if tensor.grad_fn is not None:
             return PipelineError(
-                f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss. The stage that"
-                " computes the loss does not see it. Return it from the block, or `detach()` it if nothing"
-                " else reads it. Or take a strategy that keeps the module whole."
+                f"A forward leaves a tensor with a gradient in {place!r}, such as an auxiliary loss. {_NOT_SEEN}"
             )
     return None

@@ -397,7 +397,13 @@ class _Taken:
 
     def _portable(self, value: Any) -> Any:
         if isinstance(value, Metric):
-            return next(name for name, one in self._module.named_modules() if one is value)
+            found = (name for name, one in self._module.named_modules() if one is value)
+            if (place := next(found, None)) is None:
+                raise PipelineError(
+                    f"A {type(value).__name__} is logged that is no submodule, so other ranks do not find it. Keep it"
+                    " in an attribute, or in a ModuleDict or ModuleList."
+                )
+            return place
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
     def joined(self, sizes: Sequence[int]) -> list[_Call]:
