@@ -284,7 +284,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step on the current parameters."""
         self._fsdp_module.reshard()
-        output = super().training_step(*args, **kwargs)
+        with self._fsdp_module.refusing_gradients():
+            output = super().training_step(*args, **kwargs)
         if self._has_hooks_before_backward:
             # They see the parameters as optimizers do.
             self._fsdp_module.reshard_before_backward()
@@ -305,7 +306,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a backward. If it raises, nothing is left of it: a program may catch that and continue. Collective."""
         try:
-            return super().backward(*args, **kwargs)
+            with self._fsdp_module.refusing_gradients():
+                return super().backward(*args, **kwargs)
         except BaseException:
             self._fsdp_module.abandon_backward()
             raise
@@ -345,7 +347,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        with self._fsdp_module.evaluation_step(lambda: self._steps.check_all_have("gradients are computed in a step")):
+        within = self._fsdp_module.evaluation_step(
+            lambda: self._steps.check_all_have("gradients are computed in a step")
+        )
+        with within, self._fsdp_module.refusing_gradients():
             yield
         for _ in range(self._steps.to_follow()):
             self._fsdp_module.follow_evaluation_step()

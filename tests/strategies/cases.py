@@ -237,7 +237,7 @@ CASES = {
     "backward without a word, a scalar": Case(odd.UnannouncedScalar, strategy=EXPOSED, ddp_tuned=None),
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
-    "gradients before the backward": Case(odd.ByGradientsBefore, oracle="ddp", zero3="appears to not have been used"),
+    "gradients before the backward": Case(odd.ByGradientsBefore, oracle="ddp", zero3="in shards were asked for"),
     # DDP reduces the gradients of one.
     "two backwards": Case(odd.TwoBackwards, ddp_tuned=None, zero3="Several backwards have run"),
     "two backwards in a window": Case(
@@ -278,6 +278,12 @@ CASES = {
     "16-true": in_16_bits("16-true", 0.01),
     "bf16-true": in_16_bits("bf16-true", 0.04),
     # Shards: what is held, and written within a step.
+    "shards: a backward in a step": of_shards(for_shards.PerturbedByBackward, ROOT),
+    "shards: a backward in validation": of_shards(
+        for_shards.PerturbedByBackward, ROOT, trainer={"validate": True, "inference_mode": False}
+    ),
+    "shards: a backward of some inputs": of_shards(for_shards.ByInputs, zero3="in shards were asked for"),
+    "shards: unused gradients are allowed": of_shards(for_shards.AllowsUnused, zero3="in shards were asked for"),
     "shards: a penalty on the root": of_shards(for_shards.Penalised, ROOT),
     "shards: graphs are kept": of_shards(for_shards.KeepsGraphs),
     "shards: held weakly": of_shards(for_shards.KeepsWeakly),

@@ -138,6 +138,9 @@ class Scores(zoo.Zoo):
             hidden = hidden + block(hidden)
         return self.exit(hidden)
 
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.score(batch).pow(2).mean()
+
 
 class CalledAgain(Scores):
     """Everything is called once more when the gradient is there, which is freed by FSDP2 once the call was run back."""
@@ -156,6 +159,28 @@ class Perturbed(Scores):
             inputs = batch.clone().requires_grad_(True)
             batch = batch + 0.1 * slope(self.score(inputs), inputs, create_graph=False).sign()
         return self.score(batch).pow(2).mean()
+
+
+class PerturbedByBackward(Scores):
+    """Looks for it by a backward, which leaves gradients of parameters until they are zeroed."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        inputs = batch.clone().requires_grad_(True)
+        with torch.enable_grad():
+            self.score(inputs).sum().backward()
+        return self.score(batch + 0.1 * inputs.grad.sign()).pow(2).mean()
+
+
+class ByInputs(Scores):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(inputs=[one for one in self.parameters() if one.requires_grad])
+
+
+class AllowsUnused(Scores):
+    def backward(self, loss: Tensor) -> None:
+        parameters = [*self.parameters()]
+        for one, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+            one.grad = gradient
 
 
 class Checkpointed(Scores):

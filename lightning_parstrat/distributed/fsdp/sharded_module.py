@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +31,7 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
+from lightning_parstrat.distributed.fsdp.refused_gradients import no_gradients_of
 from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_sharding, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
@@ -348,6 +349,10 @@ class ShardedModule:
         self.reshard()
         self.writes.check()
 
+    def refusing_gradients(self) -> AbstractContextManager[None]:
+        """Within it, autograd raises an error if it is to compute gradients of shards. See :func:`no_gradients_of`."""
+        return no_gradients_of({leaf.parameter for leaf in self.leaves if leaf.tensor is not leaf.parameter})
+
     # Evaluations.
 
     @contextmanager
@@ -420,6 +425,11 @@ class ShardedModule:
             # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
         self._backwards += 1
+        if self._backwards == 1:
+            for leaf in self.leaves:
+                if leaf.tensor is not leaf.parameter:
+                    # Of a backward of the user's own within a step. Under DDP, `zero_grad` before this one drops it.
+                    leaf.tensor.grad = None
         if self._cut is not None:
             self._cut.note_loss(loss)
         keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
