@@ -19,7 +19,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.core.wording import count_of, counted
+from lightning_parstrat.core.wording import count_of, counted, listed
 from lightning_parstrat.distributed.comm.agreement import (
     any_rank,
     any_rank_for_each,
@@ -439,6 +439,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._fit_report.say(
             line_of_training(parameters, optimizers, self.world_size, own.__getitem__, copies, is_sharded)
         )
+        if sharded.unchecked:
+            self._fit_report.say(
+                f"layers of {listed(sharded.unchecked)} divide the sequence. So it is not checked that their code fits"
+                " the tensor-parallel plan: it must not read the number of heads of all ranks",
+                warns=True,
+            )
         leaves = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
         kept_whole = sum(size for size, leaf in leaves if leaf.tensor is leaf.parameter)
         narrow = sum(size for size, leaf in leaves if leaf.tensor.dtype != leaf.parameter.dtype)

@@ -51,6 +51,13 @@ class ReadsHeads(Attention):
         return one.view(*one.shape[:2], self.num_heads, -1).transpose(1, 2)
 
 
+class CalledByMethod(Attention):
+    """Its module calls a method of it, so that its code cannot be checked."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
 class MayReadHeads(Attention):
     """Some of them view as many heads as all ranks have."""
 
@@ -214,6 +221,23 @@ class InSequence(Transformer):
     def compute_loss(self, batch: Tensor) -> Tensor:
         # The ranks divide the length.
         return super().compute_loss(batch[:, :9])
+
+
+class OddSequence(InSequence):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch[:, :8])
+
+
+class Averages(Block):
+    """Between cut layers it has an average of all features, of which each rank computes a part of the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(x)) * x.mean(-1, keepdim=True))
+
+
+class AveragesBetween(Transformer):
+    block = Averages
 
 
 class PenalisesParts(Transformer):

@@ -32,6 +32,8 @@ from tests.strategies.cases import CLIP, WINDOW, adafactor, foreach, fused, plai
 from tests.strategies.parity import Looks, Run, largest_difference, make_trainer, whole, zero3
 from tests.strategies.tensor_parallel import (
     PLAN,
+    AveragesBetween,
+    CalledByMethod,
     Compiled,
     Counts,
     CutAll,
@@ -43,6 +45,7 @@ from tests.strategies.tensor_parallel import (
     MixedHeads,
     NormedHeads,
     NormsHeads,
+    OddSequence,
     Penalised,
     PenalisesParts,
     PenalisesPartsALittle,
@@ -263,6 +266,13 @@ REFUSED: dict[str, tuple[Callable[[], None], str, int]] = {
     "statistics of all heads": (partial(train, with_class("G", attention=StatisticsOfHeads)), OTHERWISE, 2),
     "a norm between": (partial(train, with_class("D", attention=NormedHeads)), APART, 2),
     "a norm between, begins with 0": (partial(train, with_class("E", attention=zeroed(NormedHeads))), APART, 2),
+    "an average between": (partial(train, AveragesBetween), "different gradients of embedding.weight", 2),
+    "called by a method": (
+        partial(train, with_class("H", attention=CalledByMethod)),
+        "Call the module, not a method",
+        2,
+    ),
+    "an odd sequence": (partial(train, OddSequence), "does not divide its size 7. Pad sequences", 2),
     "a part in the loss": (partial(train, PenalisesParts), "A loss takes a part of the features", 2),
     "a small part in the loss": (partial(train, PenalisesPartsALittle), "A loss takes a part of the features", 2),
     "the second block reads all heads": (partial(train, SecondReadsHeads), "'blocks.1' computes something else", 2),

@@ -257,6 +257,11 @@ class ShardedModule:
                 leaf.tensor.requires_grad_(trainable)
 
     @property
+    def unchecked(self) -> list[str]:
+        """Names of modules with tensor-parallel layers whose code is not checked."""
+        return [] if self._cut is None else self._cut.unchecked
+
+    @property
     def _parts(self) -> list[Any]:
         # None while the whole parameters are shown.
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +34,7 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.cuts import whole as full
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, TensorPlanError, region_of
 from lightning_parstrat.distributed.fsdp.whole import plain
+from lightning_parstrat.distributed.torch_compat import current_graph_task_id
 
 _TOLERANCE = 1e-3
 """Of a result in fp32, relative to its largest element."""
@@ -89,26 +90,58 @@ class TensorLayers:
         self._first_step.enter_context(torch.compiler.set_stance("force_eager"))
         self._hooks: list[RemovableHandle] = []
         named = dict(module.named_modules())
+        self.unchecked: list[str] = []
+        """Names of modules that are not compared with whole layers, as layers in them divide the sequence."""
+        self._called: set[str] = set()
+        """Names of the modules with cut layers that run now."""
         for one in planned:
+            layout = getattr(one.style, "output_layouts", (None,))[0]
+            if isinstance(layout, Shard) and not one.gives_shards:
+                check = functools.partial(_check_divides, one.name, layout.dim, dist.get_world_size(self._group))
+                self._hooks.append(one.layer.register_forward_pre_hook(check, prepend=True))
             if isinstance(one.style, (ColwiseParallel, RowwiseParallel)):
                 self._hooks.append(one.layer.register_forward_pre_hook(self._leave))
             self._hooks.append(one.layer.register_forward_hook(functools.partial(_refuse_graphs, one.name)))
             if one.gives_shards or one.takes_shards:
                 self._hooks.append(one.layer.register_forward_hook(functools.partial(_mark, one.gives_shards)))
             if one.gives_shards:
+                check = functools.partial(self._check_is_called, one.name, region_of(one, planned, named))
+                self._hooks.append(one.layer.register_forward_pre_hook(check))
                 self._hooks.append(one.layer.register_forward_hook(self._enter))
         for name in dict.fromkeys(region_of(one, planned, named) for one in planned if one.gives_shards):
-            # It ends there at the latest, and if an exception ends the forward.
-            self._hooks.append(named[name].register_forward_hook(self._leave, always_call=True))
+            begin, end = (functools.partial(call, name) for call in (self._begin, self._end))
+            self._hooks.append(named[name].register_forward_pre_hook(begin, prepend=True))
+            # Random numbers of each rank end there at the latest, and if an exception ends the forward.
+            self._hooks.append(named[name].register_forward_hook(end, always_call=True))
             own = [one for one in planned if one.name.startswith(f"{name}.")]
             if all(map(_is_whole_outside, own)):
                 self._check_at_first_call(named[name], name, [one.layer for one in own if one.takes_shards])
+            else:
+                self.unchecked.append(name)
 
     def close(self) -> None:
         """Removes the hooks, and lets code be compiled. Not collective."""
         self._first_step.close()
         for hook in self._hooks:
             hook.remove()
+
+    def _begin(self, name: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._called.add(name)
+
+    def _end(self, name: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._called.discard(name)
+        self._leave()
+
+    def _check_is_called(self, layer: str, region: str, *_: Any) -> None:
+        # Activation checkpointing may call a part again, in a backward.
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and region not in self._called and current_graph_task_id() == -1 and not self._compared:
+            raise TensorPlanError(
+                f"{layer!r} was called, and {region!r}, which holds it, was not. So it cannot be checked that the code"
+                f" of {region!r} fits the tensor-parallel plan. Call the module, not a method of it."
+            )
 
     # Random numbers.
 
@@ -250,13 +283,15 @@ class TensorLayers:
         if not found:
             return
         self._compared.update(found.keys())
-        norms = [torch.zeros(()) if one.grad is None else local(one.grad).float().norm() for one in found.values()]
-        device = next(iter(found.values())).device
-        most, least = torch.stack([norm.to(device) for norm in (*norms, loss)]).repeat(2, 1)
-        for extreme, op in ((most, dist.ReduceOp.MAX), (least, dist.ReduceOp.MIN)):
-            dist.all_reduce(extreme, op=op, group=self._group)
-        differs = (most > _ROUNDING * most[:-1].max()) & (most - least > _DIFFERENCE * most)
-        differs[-1] = most[-1] - least[-1] > _DIFFERENCE_OF_LOSS * most[-1].abs()
+        gradients = [local(one if one.grad is None else one.grad) * (one.grad is not None) for one in found.values()]
+        norms, apart = (torch.stack(values) for values in zip(*map(self._norms, gradients), strict=True))
+        loss = loss.to(norms.device)
+        most = torch.cat((norms, apart, loss.reshape(1), -loss.reshape(1)))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        norms, apart = most[:-2].chunk(2)
+        of_gradients = (norms > _ROUNDING * norms.max()) & (apart > _DIFFERENCE * norms)
+        of_loss = most[-2] + most[-1] > _DIFFERENCE_OF_LOSS * most[-2].abs()
+        differs = torch.cat((of_gradients, of_loss.reshape(1)))
         # Ranks that share other layers have other shards of these.
         differs = differs.to(torch.uint8).cpu()
         control.all_reduce(differs, op=dist.ReduceOp.MAX).wait()
@@ -273,12 +308,28 @@ class TensorLayers:
                 " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
             )
 
+    def _norms(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a gradient, and that of its difference to the mean over ranks. Collective."""
+        mean = gradient.float().clone()
+        dist.all_reduce(mean, group=self._group)
+        mean /= dist.get_world_size(self._group)
+        return gradient.float().norm(), (gradient.float() - mean).norm()
+
 
 _PART_IN_LOSS = (
     "A loss takes a part of the features, such as by a hook on a layer that is cut. The ranks that share"
     " tensor-parallel layers would have different losses. Take what the row-wise layer returns, or leave the layer out"
     " of the plan."
 )
+
+
+def _check_divides(name: str, dim: int, ranks: int, _: nn.Module, args: Any) -> None:
+    """Raises if ranks cannot divide the sequence that a layer returns. torch would end the process."""
+    if args and args[0].size(dim) % ranks:
+        raise TensorPlanError(
+            f"The tensor-parallel plan divides dimension {dim} of what {name!r} returns, and"
+            f" tensor_parallel_size={ranks} does not divide its size {args[0].size(dim)}. Pad sequences to a multiple."
+        )
 
 
 def _mark(is_part: bool, _: nn.Module, __: Any, output: Any) -> None:
