@@ -227,6 +227,9 @@ def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
     module.tp_plan = {"embedding": "embedding_rowwise"}
     with pytest.raises(TensorPlanError, match="A layer that is tied to another one does not count"):
         find_plan(module, 2, {module.embedding.weight})
+    module.embedding.max_norm = 1.0
+    with pytest.raises(TensorPlanError, match="'embedding' has max_norm"):
+        find_plan(module, 2, set())
     # A tied layer is not proposed.
     tied = Tied()
     tied.tp_plan = {}

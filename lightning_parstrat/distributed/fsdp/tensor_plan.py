@@ -158,6 +158,10 @@ def _is_cut(one: PlannedLayer, uses: Mapping[Tensor, int], kept_whole: Collectio
 
 
 def _check_sizes(one: PlannedLayer, named: Mapping[str, nn.Module], ranks: int) -> None:
+    if isinstance(one.layer, nn.Embedding) and one.layer.max_norm is not None:
+        raise TensorPlanError(
+            f"{one.name!r} has max_norm, which torch cannot apply to a part. Leave it out of the plan."
+        )
     sizes: list[tuple[str, Any]] = []
     if isinstance(one.layer, _CUT_BY_TORCH) and isinstance(one.style, (ColwiseParallel, RowwiseParallel)):
         by_rows = isinstance(one.style, ColwiseParallel) == isinstance(one.layer, nn.Linear)
