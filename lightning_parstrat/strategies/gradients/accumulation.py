@@ -180,8 +180,8 @@ class Accumulation(Part):
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
         if not self._has_backward:
-            earlier = [local(one.grad) for one in self._module.parameters() if one.grad is not None]
-            self._adds_to_earlier = self._may_scale and any(bool(one.any()) for one in earlier)
+            earlier = (one.grad for one in self._module.parameters() if one.grad is not None)
+            self._adds_to_earlier = self._may_scale and any(bool(local(one).any()) for one in earlier)
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.watch)
         if self._weights.used and not self._by_samples:
