@@ -180,8 +180,8 @@ class Accumulation(Part):
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
         if not self._has_backward:
-            earlier = (one.grad for one in self._module.parameters() if one.grad is not None)
-            self._adds_to_earlier = self._may_scale and any(bool(local(one).any()) for one in earlier)
+            parameters = self._strategy.lightning_module.parameters() if self._may_scale else ()
+            self._adds_to_earlier = any(one.grad is not None and bool(local(one.grad).any()) for one in parameters)
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.watch)
         if self._weights.used and not self._by_samples:
@@ -222,7 +222,8 @@ class Accumulation(Part):
     @property
     def _may_scale(self) -> bool:
         """Whether the window's mean may be another one than that over ranks."""
-        may_be_short = self._trainer.accumulate_grad_batches > 1 and self._policy.partial_window == "exact"
+        accumulate = self._strategy.lightning_module.trainer.accumulate_grad_batches
+        may_be_short = accumulate > 1 and self._policy.partial_window == "exact"
         return may_be_short or (self._weights is not None and self._weights.used)
 
     @property
