@@ -74,8 +74,9 @@ def moments(trainer: Trainer, given: Sequence[Any] | None = None) -> list[Moment
     for number, (loader, iterator) in enumerate(iterators_in_training(trainer)):
         in_pass, batches = present_pass(iterator)
         known = in_pass if isinstance(in_pass, Pass) else None
-        state, continues = None, _continues(loader, trainer)
+        state, continues = None, False
         if is_stateful(loader):
+            continues = _continues(loader, trainer)
             is_new = given is None or (not given and continues)
             state = _copied(loader.state_dict()) if is_new else next(states, None)
         # Lightning may have fetched a batch before the training, or before the epoch of a loader that it made anew.
