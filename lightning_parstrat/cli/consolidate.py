@@ -96,7 +96,7 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
 def loaded(load: Callable[[], Any], source: Path) -> Any:
     """The result of ``load``. Its errors become those of the command."""
     # Classes of the program, if it is started in its folder.
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.append(str(Path.cwd()))
     try:
         return load()
     except pickle.UnpicklingError as error:

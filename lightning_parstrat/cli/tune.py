@@ -325,7 +325,9 @@ def _exit_by_signals() -> Iterator[None]:
     def end(number: int, _: Any) -> NoReturn:
         sys.exit(128 + number)
 
-    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGHUP)}
+    # Not those that `nohup` ignores.
+    handled = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    before = {one: signal.signal(one, end) for one in handled}
     try:
         yield
     finally:

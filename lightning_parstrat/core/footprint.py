@@ -269,13 +269,9 @@ def pipeline(training: Training, grid: Grid) -> Footprint:
     count = left * training.stages.get(stages, training.parameters / stages)
     fixed = widths.parameter * (left * training.frozen / stages + training.buffers)
     whole = widths.parameter * count
-    # FSDP2 steps in the module's dtype, and so does a stage alone. Otherwise the engine of zero1_custom does in fp32.
     is_fsdp = grid.tensor > 1
-    stepped = widths.parameter if is_fsdp or data == 1 else max(4, widths.parameter)
-    masters = stepped if stepped > widths.parameter else 0
     # Between steps gradients are in shards, and within one they are whole.
-    state = (stepped * (1 + training.values) + masters) * count / data
-    held = fixed + whole / (data if is_fsdp else 1) + state
+    held = fixed + whole / (data if is_fsdp else 1) + (1 + training.values) * whole / data
     within = 0.0 if data == 1 else (2 if is_fsdp else 1) * whole
     passed = training.activations * training.micro_batches
     # Blocks' gradients are reduced once for each batch.

@@ -149,8 +149,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ValueError: The outputs cannot be joined.
     """
     first = outputs[0]
-    if all(isinstance(one, np.ndarray) for one in outputs):
-        return join_outputs([torch.from_numpy(one) for one in outputs], sizes).numpy()
+    if all(isinstance(one, np.ndarray) and one.dtype.kind in "biufc" for one in outputs):
+        return join_outputs([torch.from_numpy(np.ascontiguousarray(one)) for one in outputs], sizes).numpy()
     if all(isinstance(one, Tensor) for one in outputs):
         if first.dim() and all(_has(one, size) for one, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))

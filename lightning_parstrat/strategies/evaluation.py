@@ -59,9 +59,15 @@ class SamplesOnce(Part):
         """
         if not _evaluates(self._trainer) or not isinstance(dataloader, DataLoader):
             return dataloader
+        found = copy.copy(dataloader)
+        # The loader refuses to set attributes. A change of its `__dict__` bypasses that check.
+        attributes = vars(found)
+        attributes["_iterator"] = None
+        if (in_training := positioned_sampler(found)) is not None:
+            in_training.remove(found)
         # If the user has a batch sampler, Lightning puts its sampler into that, and leaves the loader's own sampler.
-        found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
-        sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
+        samplers = (found.sampler, getattr(found.batch_sampler, "sampler", None))
+        sampler = next((one for one in samplers if isinstance(one, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return dataloader
         samples = len(sampler.dataset)  # type: ignore[arg-type]
@@ -75,23 +81,11 @@ class SamplesOnce(Part):
         # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
         once.total_size = samples
         once.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
-        return _with_sampler(dataloader, sampler, once)
-
-
-def _with_sampler(dataloader: DataLoader[Any], own: Any, other: Any) -> DataLoader[Any]:
-    """A copy of a loader with another sampler."""
-    found = copy.copy(dataloader)
-    # The loader refuses to set attributes. A change of its `__dict__` bypasses that check.
-    attributes = vars(found)
-    attributes["_iterator"] = None
-    if (in_training := positioned_sampler(found)) is not None:
-        in_training.remove(found)
-    if found.sampler is own:
-        attributes["sampler"] = other
-    if getattr(found.batch_sampler, "sampler", None) is own:
-        attributes["batch_sampler"] = copy.copy(found.batch_sampler)
-        attributes["batch_sampler"].sampler = other
-    return found
+        for name in ("sampler", "batch_sampler"):
+            # A batch sampler may have it in several places.
+            same = {id(sampler): once, id(sampler.dataset): sampler.dataset}
+            attributes[name] = copy.deepcopy(attributes[name], same)
+        return found
 
 
 class StepsOfAllRanks(Part):

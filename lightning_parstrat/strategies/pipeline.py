@@ -347,7 +347,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._engine = ShardedDataParallel(
             self._training_module,
             trained(self.optimizers),
-            ShardingPolicy(),
+            # As with one pipeline, which has no engine.
+            ShardingPolicy(master_weights=False),
             self._ranks.data_groups,
             self.node_rank,
         )

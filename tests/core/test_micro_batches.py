@@ -148,6 +148,10 @@ def test_outputs_are_joined_as_one_step_would_return_them(outputs: list[Any], ex
 def test_arrays_are_joined_as_tensors_are() -> None:
     joined = join_outputs([IMAGES[:3].numpy(), IMAGES[3:].numpy()], [3, 1])
     assert isinstance(joined, np.ndarray) and joined.tolist() == IMAGES.tolist()
+    reversed_rows = IMAGES.numpy()[:, ::-1]
+    assert join_outputs([reversed_rows[:3], reversed_rows[3:]], [3, 1]).tolist() == reversed_rows.tolist()
+    with pytest.raises(ValueError, match="values of type ndarray that differ"):
+        join_outputs([np.array(["a", "b", "c"]), np.array(["d"])], [3, 1])
 
 
 def test_outputs_that_differ_and_are_no_numbers_are_an_error() -> None:

@@ -1,6 +1,6 @@
 """Evaluations: what stock DDP evaluates, all flags evaluate, with the same values; and no sample counts twice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -245,10 +245,21 @@ def test_ranks_that_take_all_steps_together_need_equally_many(pool: RankPool) ->
 
 
 class Pairs(BatchSampler):
-    """One of the user's, in which Lightning puts its sampler."""
+    """One of the user's, in which Lightning puts its sampler, and which keeps it in another place, too."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.inner = BatchSampler(self.sampler, 2, drop_last=False)
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
 
 
-OwnSampler = Literal["none", "distributed", "in batches"]
+def as_batch(sample: Sequence[Tensor]) -> list[Tensor]:
+    return [one[None] for one in sample]
+
+
+OwnSampler = Literal["none", "distributed", "in batches", "by samples"]
 
 
 def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnSampler = "none") -> Any:
@@ -256,8 +267,9 @@ def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnS
     if own == "in batches":
         loader = DataLoader(samples, batch_sampler=Pairs(SequentialSampler(samples), 2, drop_last=False))
     else:
-        sampler = DistributedSampler(samples, shuffle=False) if own == "distributed" else None
-        loader = DataLoader(samples, batch_size=2, sampler=sampler)
+        sampler = DistributedSampler(samples, shuffle=False) if own in ("distributed", "by samples") else None
+        batches = {"batch_size": None, "collate_fn": as_batch} if own == "by samples" else {"batch_size": 2}
+        loader = DataLoader(samples, sampler=sampler, **batches)
     module = Evaluated()
     trainer = make_trainer(STRATEGIES[strategy](exact_evaluation=exact))
     if kind == "fit":
@@ -280,6 +292,7 @@ def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnS
             ("zero3_custom", 2, 9, "test", "distributed"),
             ("ddp_tuned", 3, 8, "test", "none"),
             ("ddp_tuned", 2, 7, "fit", "distributed"),
+            ("ddp_tuned", 2, 7, "validate", "by samples"),
         ],
     ),
 )

@@ -5,6 +5,7 @@ import re
 import tempfile
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -420,20 +421,26 @@ def test_a_checkpoint_resumes_under_any_number_of_stages(
     assert distance(pool.run(ROUTES[target][1], resume, target, 2, saved, None)[0], expected) <= 2e-5
 
 
-def interrupted(folder: str, resumed: str | None) -> Any:
+def interrupted(folder: str, resumed: str | None, trainer: Mapping[str, Any], strategy: Mapping[str, Any]) -> Any:
     """A training with dropout and shuffled data, which saves in the middle of an epoch."""
     torch.manual_seed(0 if resumed is None else 1)
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer = make_trainer(pipeline(), max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    more = {"max_epochs": 2, "callbacks": [saving], "enable_checkpointing": True, **trainer}
     module = DropsOut(zoo.adamw)
     data = DataLoader(zoo.Samples(SAMPLES), BATCH, shuffle=True)
-    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    make_trainer(pipeline(**strategy), **more).fit(module, data, ckpt_path=resumed, weights_only=False)
     return module.state_dict() if dist.get_rank() == 0 else None
 
 
-def test_a_training_resumes_bit_for_bit_within_an_epoch(pool: RankPool, tmp_path: Path) -> None:
-    expected = pool.run(2, interrupted, str(tmp_path / "whole"), None)[0]
-    found = pool.run(2, interrupted, str(tmp_path / "rest"), str(tmp_path / "whole" / "step=3.ckpt"))[0]
+@pytest.mark.parametrize(
+    ("ranks", "trainer", "strategy"), [(2, {}, {}), (4, {"precision": "bf16-true"}, {"data_parallel_size": 2})]
+)
+def test_a_training_resumes_bit_for_bit_within_an_epoch(
+    pool: RankPool, tmp_path: Path, ranks: int, trainer: dict[str, Any], strategy: dict[str, Any]
+) -> None:
+    expected = pool.run(ranks, interrupted, str(tmp_path / "whole"), None, trainer, strategy)[0]
+    saved = str(tmp_path / "whole" / "step=3.ckpt")
+    found = pool.run(ranks, interrupted, str(tmp_path / "rest"), saved, trainer, strategy)[0]
     assert_same(found, expected)
 
 

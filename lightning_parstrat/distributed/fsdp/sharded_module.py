@@ -142,7 +142,7 @@ class ShardedModule:
         self.module = module
         self._group = group
         self._messages = messages
-        self._policy = policy
+        self._policy, self._by_child = policy, by_child
         is_new = module_sharding(module) is None
         if is_new:
             shard(module, group, collectives, device, policy, by_child)
@@ -430,7 +430,7 @@ class ShardedModule:
             # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
         self._backwards += 1
-        if self._backwards == 1:
+        if self._backwards == 1 and not self._by_child:
             for leaf in self.leaves:
                 if leaf.tensor is not leaf.parameter:
                     # Of a backward of the user's own within a step. Under DDP, `zero_grad` before this one drops it.

@@ -92,8 +92,8 @@ class TensorLayers:
         named = dict(module.named_modules())
         self.unchecked: list[str] = []
         """Names of modules that are not compared with whole layers, as layers in them divide the sequence."""
-        self._called: set[str] = set()
-        """Names of the modules with cut layers that run now."""
+        self._called: Counter[str] = Counter()
+        """How many calls of each module with cut layers run now."""
         for one in planned:
             layout = getattr(one.style, "output_layouts", (None,))[0]
             if isinstance(layout, Shard) and not one.gives_shards:
@@ -127,17 +127,17 @@ class TensorLayers:
 
     def _begin(self, name: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._called.add(name)
+            self._called[name] += 1
 
     def _end(self, name: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._called.discard(name)
+            self._called[name] -= 1
         self._leave()
 
     def _check_is_called(self, layer: str, region: str, *_: Any) -> None:
         # Activation checkpointing may call a part again, in a backward.
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and region not in self._called and current_graph_task_id() == -1 and not self._compared:
+        if not is_compiling and not self._called[region] and current_graph_task_id() == -1 and not self._compared:
             raise TensorPlanError(
                 f"{layer!r} was called, and {region!r}, which holds it, was not. So it cannot be checked that the code"
                 f" of {region!r} fits the tensor-parallel plan. Call the module, not a method of it."
@@ -283,8 +283,7 @@ class TensorLayers:
         if not found:
             return
         self._compared.update(found.keys())
-        gradients = [local(one if one.grad is None else one.grad) * (one.grad is not None) for one in found.values()]
-        norms, apart = (torch.stack(values) for values in zip(*map(self._norms, gradients), strict=True))
+        norms, apart = (torch.stack(values) for values in zip(*map(self._norms, found.values()), strict=True))
         loss = loss.to(norms.device)
         most = torch.cat((norms, apart, loss.reshape(1), -loss.reshape(1)))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
@@ -308,12 +307,14 @@ class TensorLayers:
                 " Or the whole of a tensor is dropped out between cut layers: do that before or after them."
             )
 
-    def _norms(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def _norms(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a gradient, and that of its difference to the mean over ranks. Collective."""
-        mean = gradient.float().clone()
+        given = parameter.grad
+        gradient = torch.zeros_like(local(parameter)).float() if given is None else local(given).float()
+        mean = gradient.clone()
         dist.all_reduce(mean, group=self._group)
         mean /= dist.get_world_size(self._group)
-        return gradient.float().norm(), (gradient.float() - mean).norm()
+        return gradient.norm(), (gradient - mean).norm()
 
 
 _PART_IN_LOSS = (
@@ -323,8 +324,11 @@ _PART_IN_LOSS = (
 )
 
 
-def _check_divides(name: str, dim: int, ranks: int, _: nn.Module, args: Any) -> None:
+def _check_divides(name: str, dim: int, ranks: int, layer: nn.Module, args: Any) -> None:
     """Raises if ranks cannot divide the sequence that a layer returns. torch would end the process."""
+    if dim < 0 and isinstance(layer, nn.Embedding):
+        # It takes no features.
+        dim += 1
     if args and args[0].size(dim) % ranks:
         raise TensorPlanError(
             f"The tensor-parallel plan divides dimension {dim} of what {name!r} returns, and"

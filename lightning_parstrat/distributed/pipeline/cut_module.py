@@ -484,18 +484,21 @@ def _no_values(name: str) -> Any:
         ) from error
 
 
-def tensors_within(tree: Any, in_object: bool = False) -> Iterator[Tensor]:
+def tensors_within(tree: Any, in_object: bool = False, seen: set[int] | None = None) -> Iterator[Tensor]:
     """The tensors of a tree, and those of one element in attributes of its objects, such as losses.
 
     An object may also be a cache of keys and values, which no other stage needs.
     """
+    # By identity: a list may hold itself.
+    seen = set() if seen is None else seen
     if isinstance(tree, Tensor):
         yield from [tree] if tree.numel() == 1 or not in_object else []
-    elif isinstance(tree, (dict, list, tuple, set, deque)):
+    elif isinstance(tree, (dict, list, tuple, set, deque)) and id(tree) not in seen:
+        seen.add(id(tree))
         for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_within(part, in_object)
-    elif not in_object and not isinstance(tree, (nn.Module, type)):
-        yield from tensors_within(getattr(tree, "__dict__", {}), in_object=True)
+            yield from tensors_within(part, in_object, seen)
+    elif not in_object and hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)):
+        yield from tensors_within(vars(tree), True, seen)
 
 
 def left_tensors(blocks: dict[str, nn.Module]) -> dict[str, Tensor]:

@@ -210,7 +210,8 @@ class Preemption(Part):
         # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
         self._ranks.messages.signal = 0
         saved = self._save(trainer)
-        if not asked_to & _REQUEUE or self._requeue(trainer):
+        is_requeued = bool(asked_to & _REQUEUE) and self._requeue(trainer)
+        if is_requeued or asked_to & _TERMINATE:
             self._end(saved)
 
     def _save(self, trainer: Trainer) -> list[str]:

@@ -89,11 +89,11 @@ def moments(trainer: Trainer, given: Sequence[Any] | None = None) -> list[Moment
 def _continues(loader: Any, trainer: Trainer) -> bool:
     """Whether a pass over a loader continues when `limit_train_batches` ends an epoch, as that of a stream does.
 
-    A `DataLoader` begins another pass with each epoch.
+    A loader with a length begins another pass with each epoch, and so do those of torch and torchdata.
     """
-    limit, length = trainer.limit_train_batches, sized_len(loader)
-    ends_early = length is None or length > trainer.num_training_batches
-    return not isinstance(users_own(loader), DataLoader) and (isinstance(limit, int) or limit < 1.0) and ends_early
+    own, limit = users_own(loader), trainer.limit_train_batches
+    begins = isinstance(own, DataLoader) or type(own).__module__.partition(".")[0] == "torchdata"
+    return not begins and sized_len(loader) is None and (isinstance(limit, int) or limit < 1.0)
 
 
 def places_at(loaders: Sequence[Moment], within_epoch: bool) -> list[Place | None]:

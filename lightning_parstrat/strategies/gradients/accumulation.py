@@ -180,8 +180,10 @@ class Accumulation(Part):
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
         if not self._has_backward:
-            parameters = self._strategy.lightning_module.parameters() if self._may_scale else ()
-            self._adds_to_earlier = any(one.grad is not None and bool(local(one.grad).any()) for one in parameters)
+            # Of parameters that no optimizer has, gradients are never zeroed, and change nothing.
+            groups = [group for one in self._strategy.optimizers if self._may_scale for group in one.param_groups]
+            earlier = [one.grad for group in groups for one in group["params"] if one.grad is not None]
+            self._adds_to_earlier = bool(earlier) and bool(sum(local(one).any() for one in earlier))
         self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.watch)
         if self._weights.used and not self._by_samples:

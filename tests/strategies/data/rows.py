@@ -369,6 +369,7 @@ UNSIZED: dict[str, Row] = {
 }
 STATEFUL_HOOKS: dict[str, Row] = {
     "any hook, stateful": in_hooks(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES), {}, TUNED),
+    "ends, draws, limited": in_hooks(dealt, (*ENDS, BATCHES[1]), {"limit_train_batches": 3}),
     "any hook, a stream": in_hooks(Endless, (*BEGINS, *ENDS, *BATCHES), {"limit_train_batches": 5}),
     "in batches, draws beside": in_hooks(lambda: [shuffled(), Dealt(9)], BATCHES, {}, ZERO1, SHARDED),
     "in windows, draws": in_hooks(dealt, (*BATCHES, STEPS[0]), BY_TWO, TUNED),

@@ -146,6 +146,22 @@ class ZeroesInPlace(Regression):
         optimizer.zero_grad(set_to_none=False)
 
 
+class TrainsMore(Regression):
+    """Has a parameter that no optimizer zeroes."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.param_groups[0]["params"] = [*self.network.parameters()]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        self.network.register_forward_hook(lambda module, inputs, output: output * self.scale)
+
+
 class Keeps(Regression):
     """Zeroes gradients before the first step alone."""
 
@@ -286,6 +302,7 @@ ROWS: dict[str, Row] = {
     "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
     "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
     "zeroed in place": Row(BY_3, partial(ZeroesInPlace, weighted=True), weights=WEIGHTS),
+    "a parameter of no optimizer": Row(BY_3, partial(TrainsMore, weighted=True), weights=WEIGHTS),
     "by the loss": Row(
         {}, partial(Regression, StepsByTheLoss, True), weights=WEIGHTS, truth={"optimizer": StepsByTheLoss}
     ),
