@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,19 @@ IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"
 class ToldToGo(Callback):
     """One rank gets a signal in the middle of a batch; notes after which batches there was a checkpoint."""
 
-    def __init__(self, folder: str, signum: signal.Signals, rank: int, batch: int) -> None:
-        self.folder, self.signum, self.rank, self.batch = Path(folder), signum, rank, batch
+    def __init__(self, folder: str, signals: Sequence[signal.Signals], rank: int, batch: int) -> None:
+        self.folder, self.signals, self.rank, self.batch = Path(folder), signals, rank, batch
         self.saved_by: list[int] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         dist.barrier()
         self.saved_by += [batch_idx] * len(list(self.folder.glob("hpc_ckpt_*.ckpt")))
         if batch_idx == self.batch and trainer.global_rank == self.rank:
-            os.kill(os.getpid(), self.signum)
+            for signum in self.signals:
+                os.kill(os.getpid(), signum)
 
 
-def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate: int, requeues: bool) -> Any:
+def train_in_job(folder: str, strategy: str, signals: Sequence[signal.Signals], accumulate: int, requeues: bool) -> Any:
     """The batches before which a checkpoint was there, how training ended, and whether all is as it was."""
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
     # Never the real one: there may be a job of that number.
@@ -53,7 +55,7 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
     scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n' if requeues else "#!/bin/bash\nexit 1\n")
     scontrol.chmod(stat.S_IRWXU)
     path = f"{scontrol.parent}:{os.environ['PATH']}"
-    told = ToldToGo(folder, signum, rank=1, batch=3)
+    told = ToldToGo(folder, signals, rank=1, batch=3)
     before = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
     trainer = make_trainer(
         make(strategy), callbacks=[told], default_root_dir=folder, accumulate_grad_batches=accumulate
@@ -70,30 +72,32 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
 
 
 ENDED, WINDOW, WENT_ON = ([], 143, True, 4), ([], 143, True, 2), (list(range(4, 10)), None, True, 10)
-JOBS: list[tuple[str, signal.Signals, int, bool, Any]] = [
-    *((strategy, signal.SIGUSR1, 1, True, ENDED) for strategy in ("zero1", "zero2", "zero3", "tuned")),
+USER, TERM = (signal.SIGUSR1,), (signal.SIGTERM,)
+JOBS: list[tuple[str, Sequence[signal.Signals], int, bool, Any]] = [
+    *((strategy, USER, 1, True, ENDED) for strategy in ("zero1", "zero2", "zero3", "tuned")),
     # Slurm requeues by itself what it ends.
-    ("zero1", signal.SIGTERM, 1, True, ENDED),
+    ("zero1", TERM, 1, True, ENDED),
     # Told in the second window of three, agreed and saved at its end.
-    ("zero1", signal.SIGUSR1, 3, True, WINDOW),
-    ("zero2", signal.SIGUSR1, 3, True, WINDOW),
-    ("zero1", signal.SIGUSR1, 1, False, WENT_ON),
+    ("zero1", USER, 3, True, WINDOW),
+    ("zero2", USER, 3, True, WINDOW),
+    ("zero1", USER, 1, False, WENT_ON),
+    ("zero1", USER + TERM, 1, False, ENDED),
 ]
-"""The strategy, the signal, micro-batches of a window, whether Slurm requeues, and what comes of it."""
+"""The strategy, the signals, micro-batches of a window, whether Slurm requeues, and what comes of it."""
 
 
-@pytest.mark.parametrize(("strategy", "signum", "accumulate", "requeues", "expected"), JOBS)
+@pytest.mark.parametrize(("strategy", "signals", "accumulate", "requeues", "expected"), JOBS)
 def test_all_ranks_save_after_the_same_batch_and_end(
     pool: RankPool,
     tmp_path: Path,
     strategy: str,
-    signum: signal.Signals,
+    signals: Sequence[signal.Signals],
     accumulate: int,
     requeues: bool,
     expected: Any,
 ) -> None:
-    assert pool.run(2, train_in_job, str(tmp_path), strategy, signum, accumulate, requeues) == [expected] * 2
-    assert (tmp_path / "asked").exists() == (requeues and signum == signal.SIGUSR1)
+    assert pool.run(2, train_in_job, str(tmp_path), strategy, signals, accumulate, requeues) == [expected] * 2
+    assert (tmp_path / "asked").exists() == (requeues and signals == USER)
     if requeues:
         checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
         assert checkpoint["global_step"] == expected[-1] and checkpoint[CHECKPOINT_KEY]["slurm_job"] == "7"
@@ -220,7 +224,7 @@ def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], in
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
     Path(folder).mkdir(exist_ok=True)
     callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=1000)] if saves else []
-    told = ToldToGo(folder, signal.SIGTERM, rank=1, batch=3)
+    told = ToldToGo(folder, TERM, rank=1, batch=3)
     data = zoo.loader(80, 4, rank=dist.get_rank(), world_size=2)
     arguments = {"enable_checkpointing": saves, "default_root_dir": folder}
     with listening() as lines, suppress(SystemExit), patch.dict(os.environ, variables):
