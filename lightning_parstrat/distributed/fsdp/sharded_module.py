@@ -179,6 +179,7 @@ class ShardedModule:
         found: dict[Any, Any] = dict(itertools.chain(*map(gathered_by_fsdp, self._parts)))
         self.leaves = [Leaf(found.get(parameter, parameter), parameter) for parameter in module.parameters()]
         self.parameters = {leaf.parameter for leaf in self.leaves}
+        self._gathered = {leaf.parameter: leaf.tensor for leaf in self.leaves if leaf.tensor is not leaf.parameter}
         if is_new:
             let_whole_states_be_loaded(module)
         self._hooks = [*self._register_hooks()]
@@ -356,7 +357,7 @@ class ShardedModule:
 
     def refusing_gradients(self) -> AbstractContextManager[None]:
         """Within it, autograd raises an error if it is to compute gradients of shards. See :func:`no_gradients_of`."""
-        return no_gradients_of({leaf.parameter for leaf in self.leaves if leaf.tensor is not leaf.parameter})
+        return no_gradients_of(self._gathered)
 
     # Evaluations.
 
@@ -431,10 +432,9 @@ class ShardedModule:
             self._graph_tasks.clear()
         self._backwards += 1
         if self._backwards == 1 and not self._by_child:
-            for leaf in self.leaves:
-                if leaf.tensor is not leaf.parameter:
-                    # Of a backward of the user's own within a step. Under DDP, `zero_grad` before this one drops it.
-                    leaf.tensor.grad = None
+            # Of a backward of the user's own within a step. Under DDP, `zero_grad` before this one drops it.
+            for tensor in self._gathered.values():
+                tensor.grad = None
         if self._cut is not None:
             self._cut.note_loss(loss)
         keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
@@ -517,9 +517,8 @@ class ShardedModule:
     def abandon_backward(self) -> None:
         """Drops a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
         self.reshard()
-        for leaf in self.leaves:
-            if leaf.tensor is not leaf.parameter:
-                leaf.tensor.grad = None
+        for tensor in self._gathered.values():
+            tensor.grad = None
         for part in self._parts:
             for _, fsdp_param in fsdp_params_of(part):
                 fsdp_param.unsharded_accumulated_grad = None

@@ -334,7 +334,9 @@ class CutModule:
         """Runs a block without values, and finds which of its arguments it changes in place."""
         args, kwargs = without_values(args), without_values(kwargs)
         parts = [*_parts((args, kwargs))]
-        before, known = [_content(part) for part in parts], {id(one) for one in tensors_within((args, kwargs))}
+        before = [_content(part) for part in parts]
+        # With the tensors, so that no other gets the identity of one that is gone.
+        known = {id(one): one for one in tensors_within((args, kwargs))}
         output = forward(*args, **kwargs)
         changed = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
         self._changed[key] = changed
