@@ -147,7 +147,7 @@ class ZeroesInPlace(Regression):
 
 
 class TrainsMore(Regression):
-    """Has a parameter that no optimizer zeroes."""
+    """Has a parameter that no optimizer zeroes, nor steps."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -302,7 +302,6 @@ ROWS: dict[str, Row] = {
     "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
     "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
     "zeroed in place": Row(BY_3, partial(ZeroesInPlace, weighted=True), weights=WEIGHTS),
-    "a parameter of no optimizer": Row(BY_3, partial(TrainsMore, weighted=True), weights=WEIGHTS),
     "by the loss": Row(
         {}, partial(Regression, StepsByTheLoss, True), weights=WEIGHTS, truth={"optimizer": StepsByTheLoss}
     ),
@@ -419,6 +418,7 @@ def kept_gradients() -> list[str]:
     found = []
     # Shards add means to means, and need no error.
     for kind in ("ddp_tuned", "zero3", "exposed"):
+        trained(Row(BY_3, partial(TrainsMore, weighted=True), weights=WEIGHTS), strategy(kind))
         for row in (Row({"accumulate_grad_batches": 2}, Keeps, batches=3), Row({}, partial(Keeps, weighted=True))):
             with pytest.raises(RuntimeError) as raised:
                 trained(row._replace(weights=WEIGHTS if not row.trainer else (1.0,)), strategy(kind))
