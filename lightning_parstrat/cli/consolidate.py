@@ -95,8 +95,9 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
 
 def loaded(load: Callable[[], Any], source: Path) -> Any:
     """The result of ``load``. Its errors become those of the command."""
-    # Classes of the program, if it is started in its folder.
-    sys.path.append(str(Path.cwd()))
+    # Classes of the program, if it is started in its folder. The console's script leaves that out.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
         return load()
     except pickle.UnpicklingError as error:

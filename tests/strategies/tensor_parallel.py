@@ -224,6 +224,11 @@ class InSequence(Transformer):
 
 
 class OddSequence(InSequence):
+    tp_plan: dict[str, Any] = {  # noqa: RUF012
+        **InSequence.tp_plan,
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+    }
+
     def compute_loss(self, batch: Tensor) -> Tensor:
         return super().compute_loss(batch[:, :8])
 

@@ -58,7 +58,7 @@ from tests.strategies.tensor_parallel import (
     with_class,
     zeroed,
 )
-from tests.strategies.test_report import STRATEGIES
+from tests.strategies.test_report import STRATEGIES, listening
 
 
 class Case(NamedTuple):
@@ -303,6 +303,18 @@ def error_of(name: str) -> str:
 def test_what_does_not_fit_is_refused(pool: RankPool, name: str) -> None:
     _, text, ranks = REFUSED[name]
     assert all(text in error for error in pool.run(ranks, error_of, name))
+
+
+def lines_of(module: type[zoo.Zoo]) -> list[str]:
+    with listening() as lines:
+        train(module)
+    return [line for line in lines if "divide the sequence" in line]
+
+
+def test_a_warning_names_what_is_not_checked(pool: RankPool) -> None:
+    (line,), _ = pool.run(2, lines_of, InSequence)
+    assert "blocks.0.attention" in line and "it is not checked" in line
+    assert pool.run(2, lines_of, Transformer) == [[], []]
 
 
 # What ranks see and count.

@@ -310,6 +310,9 @@ def test_very_large_layers_are_units_unless_they_are_tied() -> None:
     assert find_units(apart, (), MIN_NUM_PARAMS, False) == [apart.head, apart.large]
     assert find_units(tied, (), MIN_NUM_PARAMS, False) == []
     assert find_units(apart, (), 2**27, False) == []
+    # By name, with the module's name or without.
+    for name in ("Linear", "torch.nn.modules.linear.Linear"):
+        assert apart.head in find_units(apart, {name}, MIN_NUM_PARAMS, False)
 
 
 class CallsWithOthers(zoo.MLP):

@@ -326,13 +326,14 @@ _PART_IN_LOSS = (
 
 def _check_divides(name: str, dim: int, ranks: int, layer: nn.Module, args: Any) -> None:
     """Raises if ranks cannot divide the sequence that a layer returns. torch would end the process."""
-    if dim < 0 and isinstance(layer, nn.Embedding):
-        # It takes no features.
-        dim += 1
-    if args and args[0].size(dim) % ranks:
+    if not args:
+        return
+    # An embedding takes no features, which are the last dimension of what it returns.
+    size = args[0].size(dim + 1 if dim < 0 and isinstance(layer, nn.Embedding) else dim)
+    if size % ranks:
         raise TensorPlanError(
             f"The tensor-parallel plan divides dimension {dim} of what {name!r} returns, and"
-            f" tensor_parallel_size={ranks} does not divide its size {args[0].size(dim)}. Pad sequences to a multiple."
+            f" tensor_parallel_size={ranks} does not divide its size {size}. Pad sequences to a multiple."
         )
 
 

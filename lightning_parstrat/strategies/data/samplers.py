@@ -131,12 +131,7 @@ class PositionedSampler(StandIn):
         *("undoes_seed", "workers_live_on"),
     )
 
-    def __init__(
-        self,
-        dataloader: DataLoader[Any],
-        division: Division | None = None,
-        trains: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, dataloader: DataLoader[Any], division: Division | None, trains: Callable[[], bool]) -> None:
         self._trains = trains
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
