@@ -155,7 +155,8 @@ def run(arguments: Namespace) -> int:
     rows.append(_row(own, costs, first))
     ran = {row[0] for row in rows}
     for one in sorted((one for one in known if one.name not in ran), key=costs.predicted):
-        if _SLACK * costs.predicted(one) > min(times.values()):
+        # Without the share of waiting, as on GPUs, a prediction does not know what communication costs.
+        if first["waiting"] is not None and _SLACK * costs.predicted(one) > min(times.values()):
             found: dict[str, Any] | str = "left out: its prediction is slower than the best"
         elif costs.needs(one) > costs.memory:
             found = f"left out: it needs about {amount(costs.needs(one))} of {amount(costs.memory)}"

@@ -1,7 +1,7 @@
 """``pipeline_custom``: the results of one process, with the module's blocks in stages on different ranks."""
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.engine.shardability import UNTRIED, reason_against_parts
-from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import forget_sharding, needs_closure
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
@@ -49,7 +49,7 @@ from lightning_parstrat.distributed.pipeline.cut_module import CutModule
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, in_state_dict
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
 from lightning_parstrat.distributed.pipeline.sharded_blocks import is_counted
-from lightning_parstrat.distributed.torch_compat import has_memory, multiply_all
+from lightning_parstrat.distributed.torch_compat import FakeTensor, has_memory, multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
@@ -146,6 +146,18 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._steps is None:
             raise AssertionError("a step was taken before the module was cut")
         return self._steps
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up the module. Collective."""
+        plugin = self.precision_plugin
+        if any(isinstance(one, FakeTensor) for one in self._training_module.parameters()):
+            # After a training, ranks other than 0 have the right dtypes, and no values to convert.
+            vars(plugin)["convert_module"] = lambda module: module
+        try:
+            super().setup(trainer)
+        finally:
+            vars(plugin).pop("convert_module", None)
 
     @override
     def configure_ddp(self) -> None:
@@ -493,7 +505,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             return
         replace_stepped(optimizers, held.make_whole(weights))
         for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            # Not by `load_state_dict`, which casts numbers to the dtype of a parameter.
+            own = {one: state["state"].get(number) for number, one in enumerate(grouped_parameters(optimizer))}
+            optimizer.state = defaultdict(dict, {one: entries for one, entries in own.items() if entries is not None})
 
     def _close(self) -> None:
         if self._cut is not None:

@@ -141,6 +141,9 @@ class WrapperlessDDPStrategy(DDPStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any rank, have decided so. Collective."""
+        # A ModelCheckpoint asks before its second save, too.
+        if self._ranks.decides_alone:
+            return decision
         # Lightning counts them by `reduce`, which may be for ranks with different data alone.
         control = self._ranks.control
         return not any_rank(not decision, control) if all else any_rank(decision, control)

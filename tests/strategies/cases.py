@@ -268,6 +268,8 @@ CASES = {
     "lbfgs, clipped": by_loss(zoo.Unused, trainer=CLIPPED_DOUBLE, ddp_tuned=WAITS),
     "lbfgs, accumulated": by_loss(trainer={**DOUBLE, **WINDOW}, oracle="ddp", world_sizes=(2,)),
     "closure twice": Case(zoo.MLP, odd_optimizers.ClosureTwice),
+    "by attribute": Case(odd.Scaled, odd_optimizers.ByAttribute),
+    "by class": Case(odd.OnSpheres, odd_optimizers.ByClass),
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),
     "needs the loss": Case(zoo.MLP, odd_optimizers.NeedsTheLoss),
     "replaced step": Case(zoo.MLP, odd_optimizers.replaced_step),

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests import devices
+from tests.strategies.odd_optimizers import OnASphere
 from tests.strategies.zoo import FEATURES, MLP, Adversarial, OptimizerFactory, StepsByHand, Zoo, adamw
 
 
@@ -550,6 +551,23 @@ class Averaging(MLP):
         if batch_idx % 3 == 2:
             self.optimizers(use_pl_optimizer=False).eval()
             self.optimizers(use_pl_optimizer=False).train()
+
+
+class Scaled(MLP):
+    """Sets on parameters what its optimizer reads, before the training and in it."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[0].weight.scale = 3.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[2].weight.scale = 0.2 if batch_idx > 1 else 1.0
+
+
+class OnSpheres(MLP):
+    def build(self) -> None:
+        super().build()
+        self.net[2].weight = OnASphere(F.normalize(self.net[2].weight.detach()))
 
 
 class Matrices(StepsByHand, MLP):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from tests.strategies.zoo import adamw
@@ -97,6 +98,32 @@ class HasModes(PlainSGD):
 
     def eval(self) -> None:
         self.train()
+
+
+class ByAttribute(PlainSGD):
+    """Reads what a module has set on a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_by(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.05 * getattr(parameter, "scale", 1.0) * parameter.grad
+        return loss
+
+
+class OnASphere(nn.Parameter):
+    """Each row is to have the length 1."""
+
+
+class ByClass(PlainSGD):
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if isinstance(parameter, OnASphere):
+                parameter /= parameter.norm(dim=-1, keepdim=True)
+        return loss
 
 
 class NeedsTheLoss(PlainSGD):

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import warnings
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune, weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, MetricTracker, SumMetric
@@ -109,6 +111,21 @@ class Planned(Model):
     def build(self) -> None:
         super().build()
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+class NormedWeights(Block):
+    """Each forward computes a weight, and leaves it on the layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            weight_norm(self.up)
+        prune.l1_unstructured(self.down, "weight", 0.3)
+
+
+class NormsWeights(Model):
+    block = NormedWeights
 
 
 class NormsParts(Planned):

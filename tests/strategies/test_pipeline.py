@@ -6,9 +6,11 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,6 +61,7 @@ from tests.strategies.pipelines import (
     Model,
     Normed,
     NormsParts,
+    NormsWeights,
     Planned,
     Recomputes,
     SharesLayer,
@@ -130,6 +133,7 @@ CASES = {
     "statistics outside of blocks": Case(KeepsStatistics, ranks=(2, 3), alone_in_stages=True),
     "buffers that grow": Case(GrowsBuffers, strategy=SHARDED, ranks=(4,)),
     "unfrozen, in place": Case(Unfreezes, trainer=CLIP),
+    "weights that forwards compute": Case(NormsWeights),
     "double": Case(trainer={"precision": "64-true", **CLIP}, tolerance=1e-12),
     "double, sharded": Case(trainer={"precision": "64-true"}, tolerance=1e-12, strategy=SHARDED, ranks=(4,)),
     "a late metric": Case(
@@ -259,6 +263,19 @@ def one_pipeline_then_two() -> list[Any]:
     return [run.module.state_dict() for run, _ in runs] if dist.get_rank() == 0 else []
 
 
+def groups_made() -> int:
+    """How many groups this rank makes in a training. Two of three ranks hold the tied matrix."""
+    with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        fit(Model, plain_sgd, {})
+    return sum(call.kwargs["backend"] is None for call in made.mock_calls)
+
+
+def test_all_ranks_make_equally_many_groups(own_pool: RankPool) -> None:
+    # NCCL makes groups on all ranks together: another number would hang.
+    numbers = own_pool.run(3, groups_made)
+    assert min(numbers) == max(numbers) > 0
+
+
 def test_a_tied_matrix_leaves_other_groups_of_ranks_as_they_are(pool: RankPool) -> None:
     one, two = pool.run(4, one_pipeline_then_two)[0]
     assert distance(one, two) <= 2e-6
@@ -343,18 +360,20 @@ def test_evaluates_as_one_process_does(pool: RankPool) -> None:
         assert [one["first"] for one in own_predicted] == [one["first"] for one in predicted]
 
 
-def flow(strategy: dict[str, Any] | None) -> Any:
+def flow(strategy: dict[str, Any] | None, **more: Any) -> Any:
     """A program's calls, one after the other, with one Trainer and a checkpoint of the best weights."""
     torch.manual_seed(0)
     saving = ModelCheckpoint(monitor="val_loss", save_top_k=1)
     with tempfile.TemporaryDirectory() as folder:
         where: Any = {"enable_checkpointing": True, "default_root_dir": folder, "num_sanity_val_steps": 0}
         made = None if strategy is None else pipeline(**strategy)
-        trainer = make_trainer(made, max_epochs=3, callbacks=[saving], **where)
-        module, data = Planned(plain_sgd), loader(trainer)
+        trainer = make_trainer(made, max_epochs=2, callbacks=[saving], **where, **more)
+        module, data = Planned(plain_sgd), loader(trainer, torch.float64 if more else torch.float32)
         trainer.validate(module, data, verbose=False)
         trainer.fit(module, data, data)
         (tested,) = trainer.test(module, data, verbose=False)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, data, data)
         (validated,) = trainer.validate(module, data, verbose=False)
         kept = float(re.search(r"step=(\d+)", saving.best_model_path)[1])  # type: ignore[index]
         return {**tested, **validated, "best": float(saving.best_model_score), "kept": kept}  # type: ignore[arg-type]
@@ -363,9 +382,13 @@ def flow(strategy: dict[str, Any] | None) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "ranks"), slow_unless(lambda strategy, _: not strategy, [({}, 2), (TWO, 4), (SHARDED, 4), (SHARED, 4)])
 )
-def test_a_program_fits_tests_and_validates(pool: RankPool, strategy: dict[str, Any], ranks: int) -> None:
-    (expected,) = pool.run(1, flow, None)
-    for found in pool.run(ranks, flow, strategy):
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("64-true", marks=pytest.mark.slow)])
+def test_a_program_fits_tests_and_validates(
+    pool: RankPool, strategy: dict[str, Any], ranks: int, precision: str
+) -> None:
+    more = {} if precision == "32-true" else {"precision": precision}
+    (expected,) = pool.run(1, partial(flow, None, **more))
+    for found in pool.run(ranks, partial(flow, strategy, **more)):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

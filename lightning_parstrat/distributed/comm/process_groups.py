@@ -86,20 +86,23 @@ def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return _process_group(_Purpose("checkpoint", timeout, "gloo"))
 
 
-def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
+def subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str = "") -> dist.ProcessGroup:
     """A group of some of the ranks of one of :func:`process_groups`, made on first use.
 
-    Collective among its members on first use. Every rank makes equally many, of members that include this rank.
+    Collective among its members on first use. NCCL makes such groups on all ranks together. So every rank makes equally
+    many in the same order, of members that include this rank.
 
     Args:
         group: The group whose traffic it carries a part of.
         members: Ranks of the group, this one included.
+        name: Keeps the group apart from others of the same members, that not all ranks may have.
     """
     if len(members) == dist.get_world_size(group):
         return group
     purpose = next(purpose for purpose, known in _made_groups().items() if known() is group)
     ranks = dist.get_process_group_ranks(group)
-    return _process_group(purpose._replace(members=tuple(ranks[member] for member in sorted(members))))
+    own = tuple(ranks[member] for member in sorted(members))
+    return _process_group(purpose._replace(name=purpose.name + name, members=own))
 
 
 def _made_groups() -> "dict[_Purpose, weakref.ref[dist.ProcessGroup]]":

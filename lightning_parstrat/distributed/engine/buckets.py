@@ -270,6 +270,8 @@ class ParameterBucket(GradientBucket):
         for slot in self.slots:
             if slot.shard_slice.numel:
                 slot.shard = nn.Parameter(slot.view_into_shard(self.stepped))
+                # What a program sets on a parameter, now or later, an optimizer may read.
+                slot.shard.__dict__ = vars(slot.parameter)
         # Parameters, shards and the bucket itself.
         self._own_users = users_of_storage(self.flat)
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.engine.cuts import whole
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import (
@@ -46,9 +47,10 @@ UNTRIED = (_FAILED, _MOVED_NOTHING)
 """How reasons begin that do not tell what the optimizer does."""
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
-_GRADIENT_SCALES = ((1.0,) * 20, (1e3, 1e-3, 1.0, 1.0, 1.0))
-"""Scales of gradients. One is so large that a global clip acts. Ordinary steps are compared before it does: so many,
-because some optimizers clip by what they have seen in ten steps."""
+_GRADIENT_SCALES = ((1e-3,) * 3, (1.0,) * 20, (1e3, 1e-3, 1.0, 1.0, 1.0))
+"""Scales of gradients, in phases that are compared by themselves. At first, what is at most 1 depends on gradients. At
+last, one is so large that a global clip acts. Between them are as many as an optimizer may need that clips by what it
+has seen in ten steps."""
 _SMALLEST_LEARNING_RATE = 1e-3
 _LONGEST_ERROR = 100
 """Characters of an error's text, in a message of one line."""
@@ -108,6 +110,12 @@ def _obstacle(optimizer: Optimizer) -> str:
         return "its class has its own `state_dict`"
     if needs_closure(cls):
         return f"its `step` needs a closure, and {_AGAIN}"
+    if not cls.__module__.startswith("torch."):
+        kinds = {type(one) for one in grouped_parameters(optimizer)}
+        if own := [kind.__name__ for kind in kinds if nn.Parameter in kind.__mro__[1:]]:
+            return f"it may treat parameters of the class {listed(sorted(own))} in another way than others"
+        if any("param_names" in group for group in optimizer.param_groups):
+            return "its groups have `param_names`, and a rank would step a part of them"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return "its `train` and `eval` change parameters outside of `step`"
     return ""
@@ -163,7 +171,7 @@ def reason_against_parts(optimizer: Optimizer) -> str:
     """Why a step may not move each parameter by its own gradient and state, whatever else is stepped.
 
     The optimizer and its parameters are not changed. Not collective. It takes milliseconds: at most 16 parameters per
-    group, none with a dimension beyond 8, 25 steps of each copy.
+    group, none with a dimension beyond 8, 28 steps of each copy.
 
     Args:
         optimizer: Any optimizer with the class its user gave it.
@@ -194,14 +202,17 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             whole, part = _copy(optimizer), _copy(optimizer, remainder, mesh)
             watched = [(whole.probes[n].detach(), one.detach()) for n, one in part.probes.items() if one.numel()]
             starts = [view.clone() for view, _ in watched]
-            _step(whole, 0, mesh)
-            _step(part, 0, mesh)
-            alike, keeps_alike = _moved_alike(watched, starts), _are_close(_kept(whole), _kept(part))
-            if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-                # If a class has its own way of loading state, the result must not depend on other parameters, either.
-                part.optimizer.load_state_dict(part.optimizer.state_dict())
-            _step(whole, 1, mesh)
-            _step(part, 1, mesh)
+            alike = keeps_alike = True
+            for phase in range(len(_GRADIENT_SCALES)):
+                begins = [view.clone() for view, _ in watched]
+                _step(whole, phase, mesh)
+                _step(part, phase, mesh)
+                alike = alike and _moved_alike(watched, begins)
+                if phase == 1:
+                    keeps_alike = _are_close(_kept(whole), _kept(part))
+                    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+                        # A class may load state in its own way. The result must not depend on other parameters, either.
+                        part.optimizer.load_state_dict(part.optimizer.state_dict())
         except ClosureEvaluatedAgainError:
             return f"it {_AGAIN}"
         except Exception as error:
@@ -211,7 +222,7 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             return f"{_FAILED} ({shown})"
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
         return _MOVED_NOTHING
-    if not (alike and _moved_alike(watched, starts)):
+    if not alike:
         return "the step of a part of the parameters depends on others"
     return "" if keeps_alike else "it keeps numbers that depend on all parameters"
 
@@ -264,7 +275,8 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
     memo: dict[int, Any] = {id(optimizer): twin}
     generator = torch.Generator().manual_seed(0)
     for parameter in grouped_parameters(optimizer):
-        memo[id(parameter)] = _sharded(_probe(parameter, generator), mesh)
+        memo[id(parameter)] = probe = _sharded(_probe(parameter, generator), mesh)
+        vars(probe).update(copy.deepcopy(vars(parameter), memo))
     # Users' hooks are not meant for a copy, and may refer to anything.
     twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
     probes: dict[int, nn.Parameter] = {}
@@ -279,10 +291,16 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
         chosen = dict(enumerate(group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP], number))
         number += len(chosen)
         if remainder is not None:
-            chosen = {n: nn.Parameter(one.detach().clone()) for n, one in chosen.items() if n % 2 == remainder}
+            chosen = {n: _shard(one) for n, one in chosen.items() if n % 2 == remainder}
         group["params"] = list(chosen.values())
         probes.update(chosen)
     return _Twin(twin, probes)
+
+
+def _shard(probe: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(probe.detach().clone())
+    made.__dict__ = vars(probe)
+    return made
 
 
 def _gradient(probe: nn.Parameter, number: int, step: int, scale: float) -> Tensor:

@@ -51,4 +51,7 @@ class ExchangedReduceScatter:
 
     def sum_over_copies(self, gradients: Tensor) -> None:
         """The mean over copies, in place, if a copy has one rank. FSDP2 then reduces nothing by itself. Collective."""
+        if gradients.is_cuda:
+            # FSDP2 allocates them on another stream than that of this call, and may free them before it has ended.
+            gradients.record_stream(torch.cuda.current_stream(gradients.device))
         self(gradients, gradients.clone(), self._collectives.group, dist.ReduceOp.SUM)

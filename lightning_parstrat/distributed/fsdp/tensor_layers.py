@@ -214,10 +214,14 @@ class TensorLayers:
             with torch.autocast(next(part.parameters()).device.type, enabled=False):
                 try:
                     cut = _tensors_of(part, inputs, row_wise, True)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:
                     fault = error
                 draws = not all(map(torch.equal, self._states(), before))
                 whole = _tensors_of(part, inputs, row_wise, False)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             # If whole layers cannot be called, either, training raises the error.
             return

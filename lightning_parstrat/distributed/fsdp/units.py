@@ -58,8 +58,8 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module], roots_too: b
     """Parameters that FSDP2 cannot shard, or only after a change: they stay whole on every rank.
 
     There are four kinds. First, parameters without a dimension or an element, complex ones, and those that have no
-    gradients. Second, parameters whose memory is shared, or not contiguous, or whose class has its own
-    ``__torch_function__``. Third, names that DDP ignores. Fourth, in a unit of several dtypes, all parameters but those
+    gradients. Second, parameters whose memory is shared, or not contiguous, or whose class is not
+    ``nn.Parameter``. Third, names that DDP ignores. Fourth, in a unit of several dtypes, all parameters but those
     of the most common dtype. Not collective.
 
     Args:
@@ -118,6 +118,7 @@ def can_be_sharded(parameter: Tensor) -> bool:
     """Whether FSDP2 can shard a parameter. It replaces parameters by those of torch's class. Not collective."""
     has_elements = parameter.dim() > 0 and parameter.numel() > 0
     is_torchs = type(parameter).__torch_function__ is nn.Parameter.__torch_function__
+    is_torchs = is_torchs and nn.Parameter not in type(parameter).__mro__[1:]
     return is_torchs and has_elements and parameter.is_floating_point() and parameter.is_contiguous()
 
 

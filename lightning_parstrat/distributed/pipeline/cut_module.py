@@ -337,7 +337,9 @@ class CutModule:
         before = [_content(part) for part in parts]
         # With the tensors, so that no other gets the identity of one that is gone.
         known = {id(one): one for one in tensors_within((args, kwargs))}
-        output = forward(*args, **kwargs)
+        # cuDNN's recurrent layers take the memory of weights, also of those that have none.
+        with torch.backends.cudnn.flags(enabled=False):
+            output = forward(*args, **kwargs)
         changed = [place for place, part in enumerate(parts) if _has_changed(part, before[place])]
         self._changed[key] = changed
         kept = [one for one in tensors_within((args, kwargs)) if id(one) not in known]
@@ -511,6 +513,8 @@ def left_tensors(blocks: dict[str, nn.Module]) -> dict[str, Tensor]:
         for name, part in root.named_modules(prefix=block)
         for attribute, value in vars(part).items()
         if not attribute.startswith("_")
+        # Older weight norms and pruning compute such a weight in each forward.
+        and not (hasattr(part, f"{attribute}_orig") or hasattr(part, f"{attribute}_v"))
         for number, tensor in enumerate(tensors_within(value))
     }
 

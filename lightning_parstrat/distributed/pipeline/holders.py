@@ -1,6 +1,6 @@
 """The blocks at which a module is cut, and which ranks hold each of its parameters."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,9 @@ from lightning_parstrat.distributed.fsdp.units import outermost_blocks
 from lightning_parstrat.distributed.pipeline.no_values import without_memory
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
 from lightning_parstrat.distributed.torch_compat import has_memory, take_over_attributes
+
+_SHARED = "shared"
+"""The name of groups of ranks that hold a parameter."""
 
 
 def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> dict[str, nn.Module]:
@@ -101,6 +104,15 @@ def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) ->
     return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}
 
 
+def _by_block(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, Tensor]]]:
+    """A module's parameters with their names: of each block, and at first those that are in none."""
+    of_block = {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
+    found: dict[str, list[tuple[str, Tensor]]] = {"": [], **{name: [] for name in blocks}}
+    for name, parameter in module.named_parameters():
+        found[of_block.get(parameter, "")].append((name, parameter))
+    return found
+
+
 def in_state_dict(name: str) -> str:
     """The name that a parameter or buffer has in a state dict. Torch's ``checkpoint_wrapper`` hides its own part."""
     return name.replace("_checkpoint_wrapped_module.", "")
@@ -116,13 +128,19 @@ def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives each rank rank 0's values of what it holds, and no memory for other parameters. Collective.
+def _share_out(
+    module: nn.Module,
+    parameters: Iterable[tuple[str, Tensor]],
+    held: Collection[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Gives each rank rank 0's values of those parameters that it holds, and no memory for others. Collective.
 
     Rank 0 has all values. Other ranks may have the module on the meta device. Each rank receives all values once.
     """
     is_first = dist.get_rank(group) == 0
-    for name, old in list(module.named_parameters()):
+    for name, old in parameters:
         if is_first and not has_memory(old):
             raise ValueError(f"{name!r} has no values on rank 0. Make the module on the host there, with its weights.")
         values = old.detach().to(device) if is_first else torch.empty(old.shape, dtype=old.dtype, device=device)
@@ -135,6 +153,12 @@ def _share_out(module: nn.Module, held: Collection[Tensor], group: dist.ProcessG
             old.data = values
         else:
             _replace(module, old, nn.Parameter(values, requires_grad=old.requires_grad))
+
+
+@torch.no_grad()
+def _share_buffers(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives each rank rank 0's values of all buffers. Collective."""
+    is_first = dist.get_rank(group) == 0
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             values = buffer.to(device) if is_first or has_memory(buffer) else torch.empty_like(buffer, device=device)
@@ -176,13 +200,19 @@ class HeldParts:
         self._module, self._group, self._device = module, group, device
         self._stages = stages
         self._rank = rank = dist.get_rank(group)
-        before = _ranks_of(module, list(blocks.values()), stages)
-        _share_out(module, {tensor for tensor, ranks in before.items() if rank in ranks}, everyone, device)
         own = {one for number, one in enumerate(blocks) if stages.rank_of(stages.stage_of(number)) == rank}
-        self.sharded: ShardedBlocks | None = None
+        self.sharded = ShardedBlocks(module, blocks, own, grid, everyone, device) if shards else None
         """This rank's blocks, if the ranks of a stage divide them."""
-        if shards:
-            self.sharded = ShardedBlocks(module, blocks, own, grid, everyone, device)
+        before = _ranks_of(module, list(blocks.values()), stages)
+        held = {tensor for tensor, ranks in before.items() if rank in ranks}
+        _share_buffers(module, everyone, device)
+        # Block by block, so that a block is divided before this rank gets the next one.
+        for block, parameters in _by_block(module, blocks).items():
+            _share_out(module, parameters, held, everyone, device)
+            if self.sharded is not None and block in own:
+                self.sharded.divide(block)
+        if self.sharded is not None:
+            self.sharded.begin()
         self.blocks = blocks if self.sharded is None else {**blocks, **self.sharded.copies}
         """All blocks by their names, as they are in the module now."""
         self._blocks = list(self.blocks.values())
@@ -276,8 +306,9 @@ class HeldParts:
         """
         for ranks in sorted({self.ranks_of[one] for one in self._shared}):
             others = [one for one in range(self._stages.ranks) if one not in ranks]
-            # The others make a group, too: torch numbers groups, and NCCL makes them of all ranks together.
-            group = subgroup(self._group, ranks if self._rank in ranks else others)
+            # The others make a group, too: torch numbers groups, and NCCL makes them of all ranks together. By a name,
+            # as the others alone may have a group of the same members.
+            group = subgroup(self._group, ranks if self._rank in ranks else others, _SHARED)
             if self._rank in ranks:
                 self._sum([one for one in self._shared if self.ranks_of[one] == ranks], group)
 
@@ -311,7 +342,7 @@ class HeldParts:
         for parameter in self._shared:
             ranks = self.ranks_of[parameter]
             if self._rank in ranks and parameter.requires_grad:
-                dist.broadcast(parameter.data, group=subgroup(self._group, ranks), group_src=0)
+                dist.broadcast(parameter.data, group=subgroup(self._group, ranks, _SHARED), group_src=0)
 
     @torch.no_grad()
     def make_whole(self, state: dict[str, Any]) -> dict[Tensor, nn.Parameter]:

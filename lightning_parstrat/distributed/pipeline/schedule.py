@@ -1,6 +1,7 @@
 """A step over micro-batches, by one of torch's pipeline schedules."""
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class _Shaped(PipelineStage):
             except Exception as error:
                 # torch describes the tensors, and chains what was raised.
                 fault = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                self.pipeline.fault = self.pipeline.explained(fault)
+                self.pipeline.fault = _kept(self.pipeline.explained(fault))
         received = [] if self.is_first else self.received[chunk]
         self.bwd_cache[chunk] = tuple(
             torch.zeros(like.shape, dtype=like.dtype, device=self.device) if like.requires_grad else None
@@ -300,7 +301,7 @@ class Pipeline:
                 if made is not None:
                     return made
         except Exception as error:
-            self.fault = error
+            self.fault = _kept(error)
         # Other ranks do not know of a fault yet. They get zeros that depend on what was received, for the backward.
         given = [one for one in received if one.requires_grad] or [
             one for one in self._parts.of_stage(stage) if one.requires_grad
@@ -317,6 +318,13 @@ class Pipeline:
     def settle(self) -> None:
         """Rebuilds schedules in the next step, as this rank holds other parameters now."""
         self._schedules.clear()
+
+
+def _kept(fault: Exception) -> Exception:
+    """A fault that is kept until the step has ended. Its frames hold tensors, and other ranks still need zeros."""
+    if isinstance(fault, torch.OutOfMemoryError):
+        traceback.clear_frames(fault.__traceback__)
+    return fault
 
 
 def _tensors(tree: Any) -> list[Tensor]:

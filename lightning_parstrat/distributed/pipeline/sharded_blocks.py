@@ -23,7 +23,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
-from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, find_plan
+from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
 from lightning_parstrat.distributed.fsdp.units import can_be_sharded
 from lightning_parstrat.distributed.pipeline.no_values import without_memory
 from lightning_parstrat.distributed.torch_compat import (
@@ -37,6 +37,8 @@ from lightning_parstrat.distributed.torch_compat import (
 
 class ShardedBlocks:
     """A rank's blocks, divided over the ranks of its stage. The constructor is collective among these.
+
+    :meth:`divide` follows for each block, and then :meth:`begin`.
 
     For each batch, parameters are gathered once, and gradients are reduced once. Otherwise a rank has its shards alone.
 
@@ -61,42 +63,55 @@ class ShardedBlocks:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._module = module
+        self._module, self._grid, self._device = module, grid, device
         _refuse(module, blocks, grid)
-        mesh = _mesh_of(grid, group, device)
+        self._mesh = _mesh_of(grid, group, device)
         self.originals = {name: block for name, block in blocks.items() if name in own}
         """The blocks by their names. They have no values."""
         self.copies: dict[str, nn.Module] = {}
         """What takes their places."""
-        for name, block in self.originals.items():
-            # What lies outside is not copied, even if a block refers to it.
-            outside: dict[int, Any] = {id(one): one for one in set(module.modules()) - set(block.modules())}
-            self.copies[name] = made = copy.deepcopy(block, outside)
-            for parameter, own_copy in zip(block.parameters(), made.parameters(), strict=True):
-                take_over_attributes(parameter, own_copy)
-            for part in block.modules():
-                for own_name, parameter in list(part.named_parameters(recurse=False)):
-                    shown = without_memory(parameter, device)
-                    take_over_attributes(parameter, shown)
-                    setattr(part, own_name, shown)
-                    refuse_uses(parameter)
-            module.set_submodule(name, self.copies[name])
-        planned = _planned(module, self.copies, grid.tensor) if grid.tensor > 1 else []
-        for one in planned:
-            parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
+        # Others of the plan stay whole, if their code does not notice.
+        plan = find_plan(module, grid.tensor, ()) if grid.tensor > 1 else []
+        self._planned = [one for one in plan if one.name.startswith(tuple(f"{name}." for name in own))]
         self._zeroed: set[Tensor] = set()
         self._sharded: list[FSDPModule] = []
-        for block in self.copies.values() if grid.data > 1 else ():
-            dtypes = {parameter.dtype for parameter in block.parameters()}
+        self._layers: TensorLayers | None = None
+
+    def divide(self, name: str) -> None:
+        """Divides a block of this rank, which has values. Not collective."""
+        module, block = self._module, self.originals[name]
+        # What lies outside is not copied, even if a block refers to it.
+        outside: dict[int, Any] = {id(one): one for one in set(module.modules()) - set(block.modules())}
+        self.copies[name] = made = copy.deepcopy(block, outside)
+        for parameter, own_copy in zip(block.parameters(), made.parameters(), strict=True):
+            take_over_attributes(parameter, own_copy)
+        for part in block.modules():
+            for own_name, parameter in list(part.named_parameters(recurse=False)):
+                shown = without_memory(parameter, self._device)
+                take_over_attributes(parameter, shown)
+                setattr(part, own_name, shown)
+                refuse_uses(parameter)
+        module.set_submodule(name, made)
+        for one in self._planned:
+            if one.name.startswith(f"{name}."):
+                layer = module.get_submodule(one.name)
+                parallelize_module(layer, self._mesh["tensor"], one.style, src_data_rank=None)
+        if self._grid.data > 1:
+            dtypes = {parameter.dtype for parameter in made.parameters()}
             summed_in = None if torch.float64 in dtypes else torch.float32
             precision = MixedPrecisionPolicy(reduce_dtype=summed_in, cast_forward_inputs=False)
-            fully_shard(block, mesh=mesh["data"], reshard_after_forward=False, mp_policy=precision)
-            reduce_unused_too(block, self._zeroed.add)
-            self._sharded.append(cast(FSDPModule, block))
+            fully_shard(made, mesh=self._mesh["data"], reshard_after_forward=False, mp_policy=precision)
+            reduce_unused_too(made, self._zeroed.add)
+            self._sharded.append(cast(FSDPModule, made))
+
+    def begin(self) -> None:
+        """Call it when all blocks are divided. Collective among ranks with other data: the bytes of the blocks."""
         # So gathered tensors are never those of an inference, which no backward can use.
         self.gather()
         self.free()
-        self._layers = TensorLayers(module, planned, device) if planned else None
+        if self._planned:
+            planned = [one._replace(layer=self._module.get_submodule(one.name)) for one in self._planned]
+            self._layers = TensorLayers(self._module, planned, self._device)
 
     @property
     def are_sharded(self) -> bool:
@@ -239,8 +254,8 @@ def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module], grid: Grid) -> N
         if whole is not None:
             raise ValueError(
                 f"The parameter '{name}.{whole}' of a block cannot be divided. FSDP2 needs a dimension, as in"
-                " `torch.ones(1)`, elements, contiguous floating-point memory, and a class without its own"
-                " `__torch_function__`. Change the parameter, or set shard='state'."
+                " `torch.ones(1)`, elements, contiguous floating-point memory, and the class"
+                " `nn.Parameter`. Change the parameter, or set shard='state'."
             )
     owners: dict[Tensor, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -251,10 +266,3 @@ def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module], grid: Grid) -> N
                 f"{name!r} is a parameter of several blocks, or of a block and of what is in no block. Such blocks"
                 " cannot be divided. Set shard='state' and tensor_parallel_size=1."
             )
-
-
-def _planned(module: nn.Module, copies: Mapping[str, nn.Module], ranks: int) -> list[PlannedLayer]:
-    """The layers of this rank's blocks that are cut. Others of the plan stay whole, if their code does not notice."""
-    planned = find_plan(module, ranks, ())
-    blocks = tuple(f"{name}." for name in copies)
-    return [one for one in planned if one.name.startswith(blocks)]

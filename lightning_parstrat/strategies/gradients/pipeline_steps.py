@@ -404,7 +404,8 @@ class _Taken:
                     " in an attribute, or in a ModuleDict or ModuleList."
                 )
             return place
-        return value.detach().cpu() if isinstance(value, Tensor) else value
+        # A copy, as code may change it. Not on the host: the backward need not wait for it.
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
     def joined(self, sizes: Sequence[int]) -> list[_Call]:
         """The calls of a step on the whole batch, given the number of samples of each micro-batch."""
@@ -425,7 +426,7 @@ class _Taken:
             kwargs = {**kwargs, "batch_size": sum(counts)}
         if isinstance(value, str):
             return self._of_metric(name, value, kwargs)
-        values = [torch.as_tensor(call.value) for call, _ in alike]
+        values = [torch.as_tensor(call.value).cpu() for call, _ in alike]
         return [_Call(name, _together(values, counts, kwargs.get("reduce_fx", "mean")), kwargs)]
 
     def _of_metric(self, name: str, metric: str, kwargs: Mapping[str, Any]) -> list[_Call]:

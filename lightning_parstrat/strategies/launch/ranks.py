@@ -96,6 +96,7 @@ class Ranks(Part):
         self._waits: Waits | None = None
         self._ended = _ENDED
         self._has_aborted = False
+        self._missing: list[int] = []
         self._hook_seen = ""
 
     @property
@@ -199,7 +200,7 @@ class Ranks(Part):
                 " processes as `num_nodes * devices`, or correct these two arguments. If an earlier training of this"
                 " program has left the group, call `torch.distributed.destroy_process_group()` first."
             )
-        self._ended, self._has_aborted = _ENDED, False
+        self._ended, self._has_aborted, self._missing = _ENDED, False, []
         atexit.unregister(abort_nccl)
         # The agreement below may fail: until it ends, a name that needs no agreement.
         self._liveness = Liveness("set-up")
@@ -251,6 +252,16 @@ class Ranks(Part):
         """The ranks that a save does without, after an exception that may be on one rank alone. Collective then."""
         if not self.is_interrupted or self.world_size == 1:
             return []
+        # Ranks that come later have failed by themselves. Their connections have ended.
+        self._missing = self._missing or self._find_missing()
+        return self._missing
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether a save after an exception has shown that other ranks do not take part."""
+        return bool(self._missing)
+
+    def _find_missing(self) -> list[int]:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         missing: list[int] = self._liveness.missing("save after an exception")
         if not missing and self.group and not all_have_same(self.steps_of_group(), self.control):

@@ -129,6 +129,10 @@ class Uncopyable(Own):
         self.generator = (number for number in range(3))
 
 
+class OfAClass(nn.Parameter):
+    """An optimizer may ask for it."""
+
+
 class MyAdam(torch.optim.Adam):
     """Might do anything, and does what Adam does."""
 
@@ -220,6 +224,8 @@ DEPENDS: dict[str, Callable[[], Any]] = {
     **{f"global norm, {dtype}": narrow(GloballyScaled, dtype) for dtype in NARROW},
     # It acts only where the whole gradient is long: most of the trial's steps would not show it.
     "global clip": by(Moves, by=lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1)),
+    # Gradients are short at the end of a training, and most of the trial's are not.
+    "capped norm": by(Moves, by=lambda optimizer, one: one.grad * norm(optimizer).clamp(max=1)),
     "norm of a group": lambda: Moves(
         [{"params": parameters()[:3]}, {"params": parameters()[3:]}], by_norm_of_its_group
     ),
@@ -233,6 +239,11 @@ UNTOLD: dict[str, tuple[Callable[[], Any], str]] = {
     "notes a norm": (by(NotesANorm), "it keeps numbers that depend on all parameters"),
     "closure twice": (by(ClosureTwice), "evaluates the closure again"),
     "never moves": (by(Moves, by=lambda _, one: torch.zeros_like(one)), "moved nothing"),
+    "by names": (
+        lambda: Own([(str(n), one) for n, one in enumerate(parameters())]),
+        "a rank would step a part of them",
+    ),
+    "by class": (lambda: Own([*parameters(), OfAClass(torch.ones(2))]), "parameters of the class OfAClass in another"),
     "uncopyable": (by(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
 }
 """And the reason why every rank steps all of it."""
