@@ -145,6 +145,19 @@ def test_what_is_close_to_the_fastest_runs_twice(
     )
 
 
+def test_nothing_is_left_out_by_its_time_if_waiting_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on GPUs, where the host does not see it.
+    monkeypatch.chdir(tmp_path)
+    seconds = {"ZeRO1Strategy": [1.0] * 2, "PipelineStrategy": [0.3] * 2}
+    Path("first.json").write_text(json.dumps({**FIRST, "waiting": None, "seconds": seconds}))
+    Path("times.py").write_text(SAYS_TIMES)
+    assert main(["tune", "--", sys.executable, "times.py", "fit"]) == 0
+    chosen = yaml.safe_load(Path("chosen.yaml").read_text())["trainer"]["strategy"]["class_path"]
+    assert chosen.endswith("PipelineStrategy")
+
+
 def test_predictions_put_first_what_suits_the_link() -> None:
     slow, fast = ({**FIRST, "seconds": seconds, "waiting": waiting} for seconds, waiting in ((6.0, 0.9), (0.6, 0.0)))
     own, *others = candidates(slow)
