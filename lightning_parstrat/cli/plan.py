@@ -86,6 +86,8 @@ def run(arguments: Namespace) -> int:
         raise UsageError(
             f"--loader-seconds {loads:g}: write seconds >= 0, and give --bandwidth and --compute-seconds, too."
         )
+    if arguments.outer_every is not None and arguments.shard_group == "all":
+        raise UsageError("--outer-every needs groups that train alone: give --shard-group node, or a number of ranks.")
     training, optimizer = _training(arguments)
     memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory", "80GB or 24GiB")
     room = None if memory is None else memory * (1 - arguments.reserve)
@@ -162,7 +164,9 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     times = [row["step_seconds"] for row in (tuned, sharded)]
     if None not in times and {"ddp_tuned", "zero1_custom"} <= set(fitting) and max(times) > 1.02 * min(times):
         choice = "ddp_tuned" if times[0] < times[1] else "zero1_custom"
-        why = f"It is faster than the other by {1 - min(times) / max(times):.0%}, with the same results."
+        other = "ddp_tuned" if choice == "zero1_custom" else "zero1_custom"
+        gain = max(times) / min(times)
+        why = f"It trains {gain:.2f} times as many samples a second as {other}, with the same results."
     if choice == "zero2_custom":
         why = "Only with gradients sharded between micro-batches it fits; the results are the same."
     if choice == "zero3_custom":

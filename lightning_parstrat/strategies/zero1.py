@@ -419,4 +419,8 @@ class ZeRO2Strategy(ZeRO1Strategy):
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        if "shard_gradients" in kwargs:
+            raise TypeError(
+                "ZeRO2Strategy always shards gradients. Leave out `shard_gradients`, or take ZeRO1Strategy."
+            )
         super().__init__(shard_gradients=True, **kwargs)

@@ -143,6 +143,8 @@ def test_groups_that_train_alone_send_in_turns_and_are_never_recommended(capsys:
         assert own["wire_seconds"] == pytest.approx((within + 8 * met) / 1e6)
         assert own["step_seconds"] < result["zero1_custom"]["step_seconds"]
         assert "outer_every" not in result["recommended"]
+    assert main(["plan", "--parameters", "10M", "--world-size", "4", "--outer-every", "50"]) == 2
+    assert "give --shard-group node" in capsys.readouterr().err
 
 
 def test_ranks_that_share_layers(capsys: pytest.CaptureFixture[str], config: Any) -> None:

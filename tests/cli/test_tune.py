@@ -145,9 +145,7 @@ def test_what_is_close_to_the_fastest_runs_twice(
     )
 
 
-def test_nothing_is_left_out_by_its_time_if_waiting_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_out_by_its_time_if_waiting_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on GPUs, where the host does not see it.
     monkeypatch.chdir(tmp_path)
     seconds = {"ZeRO1Strategy": [1.0] * 2, "PipelineStrategy": [0.3] * 2}

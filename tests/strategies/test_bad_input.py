@@ -80,6 +80,8 @@ def test_an_argument_that_there_is_not_is_named_with_the_closest_one() -> None:
     ):
         with pytest.raises(TypeError, match=f"{ours.__name__} has no argument '{name}'. Did you mean {close}"):
             ours(**{name: 4})
+    with pytest.raises(TypeError, match="ZeRO2Strategy always shards gradients"):
+        ZeRO2Strategy(shard_gradients=False)
     # No wrapper takes DDP's arguments there.
     with pytest.raises(TypeError, match=r"ZeRO1Strategy has no argument 'ddp_comm_hook'\. docs"):
         ZeRO1Strategy(ddp_comm_hook=print)

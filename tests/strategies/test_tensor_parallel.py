@@ -1,5 +1,6 @@
 """Layers that ranks share: trainings equal those of one process, and plans that do not fit are refused."""
 
+import ast
 import copy
 import re
 from collections.abc import Callable
@@ -230,6 +231,12 @@ def test_the_outermost_plan_decides_and_styles_of_torch_are_taken() -> None:
     module.embedding.max_norm = 1.0
     with pytest.raises(TensorPlanError, match="'embedding' has max_norm"):
         find_plan(module, 2, set())
+    # The plan that an error proposes can be carried out. The head is the last layer, and in no module with another one.
+    untied = with_class("Untied", tp_plan={})()
+    with pytest.raises(TensorPlanError) as raised:
+        find_plan(untied, 2, set())
+    untied.tp_plan = ast.literal_eval(re.search(r"{.*?}", str(raised.value))[0])  # type: ignore[index]
+    assert len(find_plan(untied, 2, set())) == 4
     # A tied layer is not proposed.
     tied = Tied()
     tied.tp_plan = {}

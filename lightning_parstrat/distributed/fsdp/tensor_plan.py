@@ -6,7 +6,7 @@ A plan is a dictionary from names of layers to styles, as in Hugging Face's mode
 
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -99,8 +99,12 @@ def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> 
     planned = [one for one in found.values() if _is_cut(one, uses, kept_whole)]
     if not planned:
         free = [one for one in module.modules() if isinstance(one, nn.Linear) and uses[one.weight] == 1]
-        names = _patterns(module, free)
-        first, last = (names[0], names[-1]) if len(names) > 1 else ("blocks.*.up", "blocks.*.down")
+        within = defaultdict[str, list[str]](list)
+        for name in _patterns(module, free):
+            within[name.rpartition(".")[0]].append(name)
+        # Such as the two layers of an MLP. One module is to hold both.
+        pairs = [names for holder, names in within.items() if holder and len(names) > 1]
+        first, *_, last = min(pairs, key=len, default=["blocks.*.up", "blocks.*.down"])
         raise TensorPlanError(
             f"tensor_parallel_size={ranks} needs a plan of the layers that ranks share, and {type(module).__name__} has"
             f" none. Set it in the module: `self.tp_plan = {{{first!r}: 'colwise', {last!r}: 'rowwise'}}`. A"

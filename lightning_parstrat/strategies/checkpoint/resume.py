@@ -162,8 +162,8 @@ class Resume(Part):
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:
             rank_zero_info(
-                f"The checkpoint has the random number generators of {counted(ranks, 'rank')}, and this training has"
-                f" {counted(self._ranks.data_ranks, 'rank')}: random numbers are not restored."
+                f"The checkpoint has the random number generators of {counted(ranks, 'rank')} with different data, and"
+                f" this training has {counted(self._ranks.data_ranks, 'such rank')}: random numbers are not restored."
             )
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         of_loaders = states_in(own["loaders"]) if own is not None else []

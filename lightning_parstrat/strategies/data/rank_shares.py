@@ -211,7 +211,8 @@ class DividedRanks(Part):
             self._say(
                 f"ranks have {_shown(self._division.parts)} samples of a micro-batch. Each loss counts by its samples,"
                 " which is right for a mean over samples. If `training_step` returns a mean over tokens, return their"
-                " number as `loss_weight`. A contrastive loss needs rank_shares='equal'."
+                " number as `loss_weight`. A contrastive loss needs equal shares: leave out"
+                f" {self._asked}."
             )
 
     @override
