@@ -193,6 +193,11 @@ def batches_that_stepped(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
+    """Sets what :func:`batches_that_stepped` returns."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = number
+
+
 def logs_after_this_batch(trainer: Trainer) -> bool:
     """Whether ``log_every_n_steps`` makes loggers write after the batch that ends."""
     if trainer.log_every_n_steps == 0:

@@ -136,6 +136,13 @@ def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer) -> Non
             counters["completed"] = counters["processed"]
 
 
+def count_batch_once(trainer: Trainer) -> None:
+    """Makes Lightning count a batch once that was fetched before a save and not trained. It comes again."""
+    counted = trainer.fit_loop.epoch_loop.batch_progress
+    for counters in (counted.total, counted.current):
+        counters.ready = counters.started = counters.processed
+
+
 def begin_epoch_without_length(trainer: Trainer) -> None:
     """Makes Lightning count from 0 after a resume at the end of an epoch of unknown length.
 

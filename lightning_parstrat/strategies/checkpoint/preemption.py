@@ -204,6 +204,7 @@ class Preemption(Part):
 
         All work on the last batch is done: hooks, validation, the end of the epoch. Collective then.
         """
+        self._resume.begin_batch(trainer)
         asked_to, self._asked_to = self._asked_to, 0
         if not asked_to:
             return

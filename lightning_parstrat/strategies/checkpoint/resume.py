@@ -30,6 +30,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, RESUME
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     begin_epoch_without_length,
+    count_batch_once,
     count_ended_epoch_once,
     count_epoch_as_begun,
     count_from_places,
@@ -59,6 +60,7 @@ from lightning_parstrat.strategies.data.samplers import PositionedSampler
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched,
+    batches_that_stepped,
     before_fetches,
     count_as_ended,
     ends_epoch_first,
@@ -66,6 +68,7 @@ from lightning_parstrat.strategies.lightning_compat import (
     forget_loaders,
     give_back_loop,
     iterators_in_training,
+    set_batches_that_stepped,
     trainer_of,
     validation_is_due,
 )
@@ -125,6 +128,9 @@ class Resume(Part):
         self._point: _Point | None = None
         self._division: Division | None = None
         self._fetch_began: float | None = None
+        # How many batches have stepped, and how many had at a resume. None if that is not known.
+        self._stepped: int | None = None
+        self._stepped_before: int | None = None
         self._loaded_seconds = 0.0
         self.keeps_next_fetch = False
         """Whether a checkpoint that is saved after the next fetch is set back to the moment before that fetch."""
@@ -282,6 +288,11 @@ class Resume(Part):
     def _begin_training(self, trainer: Trainer, ends_first: bool) -> None:
         own, within_epoch = self._own, self._saved["within_epoch"]
         self._noted, self._warned, self._point = {}, False, None
+        self._stepped = self._stepped_before = self._saved.get("stepped")
+        if trainer.fit_loop.epoch_loop.restarting:
+            count_batch_once(trainer)
+        elif self._stepped is None:
+            self._stepped = batches_that_stepped(trainer)
         self._has_iterators = not ends_first
         self._trained_before = _trained_in_all(trainer) if within_epoch else None
         if trainer.fit_loop.restarted_mid_epoch:
@@ -353,8 +364,16 @@ class Resume(Part):
         """How long all fetches of batches have taken so far."""
         return self._loaded_seconds
 
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Call when a batch begins, before other callbacks log or save."""
+        if self._stepped_before is not None:
+            # Lightning adds one at some resumes, and the batch before the save may have been counted or not.
+            set_batches_that_stepped(trainer, self._stepped_before)
+            self._stepped_before = None
+
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Call when a batch ends, before other callbacks save."""
+        self._stepped = batches_that_stepped(trainer) + (not window_is_open)
         self._has_iterators = not epoch_is_over(trainer)
         if not window_is_open:
             self._point = None
@@ -392,7 +411,7 @@ class Resume(Part):
             give_back_loop(trainer.fit_loop.epoch_loop)
             give_back_loop(trainer.fit_loop.epoch_loop.val_loop)
         self._saved = self._read = _NOTHING
-        self._metrics = {}
+        self._metrics, self._stepped, self._stepped_before = {}, None, None
         self._given, self._followed = [], 0
         filters: Any = warnings.filters
         if self._hides_warning in filters:
@@ -459,6 +478,7 @@ class Resume(Part):
             "within_epoch": point.within_epoch,
             "validation_is_due": point.validation_is_due,
             "epoch_ends": epoch_ends(trainer),
+            "stepped": self._stepped,
         }
         loops = set_back(checkpoint["loops"], trainer, states_in(point.places), _trained(trainer) - point.trained)
         return {**checkpoint, "loops": loops, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], RESUME: resumes}}

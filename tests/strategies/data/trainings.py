@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 import lightning_parstrat
+from lightning_parstrat.strategies.lightning_compat import batches_that_stepped
 from tests.comparing import distance
 from tests.strategies.data.rows import BATCHES, START, STEPS, Numbered, Row, loader
 from tests.strategies.parity import make_trainer
@@ -87,6 +88,7 @@ class Training(NamedTuple):
     parameters: list[Tensor]
     loaded: int
     said: list[str]
+    counts: tuple[int, ...]
 
 
 def trainer_and_module(row: Row, seed: int, *callbacks: Callback, **more: Any) -> tuple[Trainer, Sees]:
@@ -106,7 +108,9 @@ def fit(row: Row, seed: int, *callbacks: Callback, path: str | None = None, **mo
         trainer.fit(module, made, made if row.validates_too else validation, ckpt_path=path, weights_only=True)
     # Where nothing was left to train on, training has not ended.
     trained = module.trained or [parameter.detach().clone() for parameter in module.parameters()]
-    return Training(module.seen, trained, Numbered.loaded, [str(one.message) for one in caught])
+    # What decides about validations, ends of epochs, and the steps of loggers.
+    counts = trainer.fit_loop.epoch_loop.batch_progress.total.ready, batches_that_stepped(trainer), trainer.global_step
+    return Training(module.seen, trained, Numbered.loaded, [str(one.message) for one in caught], counts)
 
 
 def differences(
@@ -128,6 +132,9 @@ def differences(
         same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
         difference = distance(actual.parameters, expected.parameters[: len(actual.parameters)])
         doubts = [one for one in actual.said if "resuming from a checkpoint" in one or "samples again" in one]
-        if not same or difference != 0 or doubts:
-            found[f"{folder} {name}"] = (batches, begun, same, difference, doubts)
+        # In a training that has come to its end, nothing is counted.
+        is_same = batches == len(expected.seen) or actual.counts == expected.counts
+        counts = () if is_same else (actual.counts, expected.counts)
+        if not same or difference != 0 or doubts or counts:
+            found[f"{folder} {name}"] = (batches, begun, same, difference, doubts, counts)
     return found
