@@ -354,6 +354,48 @@ class DropsOut(Model):
     dropout = 0.2
 
 
+class DropsAndMasks(Model):
+    """Drops out and draws around blocks: what the loss counts depends on the numbers that were drawn before."""
+
+    dropout = 0.2
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        tokens = (batch.abs() * 10).long() % WORDS
+        x = F.dropout(self.embed(tokens[:, :-1]), 0.3, self.training)
+        hidden = torch.rand(x.shape[:2]) < 0.3
+        x = torch.where(hidden[..., None], 0.1, x)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.1, self.training)
+        weights = torch.rand(x.shape[:2])
+        losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return (losses * (hidden + weights).flatten()).mean()
+
+
+class Depth:
+    """An object that blocks change and return."""
+
+    number = 0
+
+
+class CountsDepth(Block):
+    def forward(self, x: Tensor, depth: Any, found: Any) -> Any:
+        depth.number += 1
+        found["blocks"] += 1
+        return super().forward(x) * (1 + depth.number / 10 + found["blocks"] / 100), depth, found
+
+
+class GivesOn(Model):
+    """Blocks give on what is no tensor, and have changed it."""
+
+    block = CountsDepth
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, depth, found = self.embed(tokens), Depth(), {"blocks": 0}
+        for block in self.blocks:
+            x, depth, found = block(x, depth, found)
+        return self.head(self.norm(x)) / depth.number
+
+
 class Lengths(Model):
     """Batches of other lengths, and a small network before the blocks."""
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,11 +46,15 @@ from tests.strategies.pipelines import (
     BATCH,
     MICRO,
     SAMPLES,
+    WIDTH,
     Block,
     Compiled,
+    Depth,
+    DropsAndMasks,
     DropsBetween,
     DropsByPython,
     DropsOut,
+    GivesOn,
     GrowsBuffers,
     Halves,
     HeadFirst,
@@ -120,6 +125,8 @@ CASES = {
     "adamw": Case(optimizer=zoo.adamw, tolerance=2e-5, trainer=CLIP),
     "fused": Case(optimizer=fused, tolerance=2e-5, trainer=CLIP),
     "dropout": Case(DropsOut, ranks=(2, 4), alone_in_stages=True),
+    "drops and masks": Case(DropsAndMasks, ranks=(2, 3), alone_in_stages=True),
+    "gives on": Case(GivesOn, ranks=(2, 4)),
     "dropout by Python": Case(DropsByPython, ranks=(2,), alone_in_stages=True),
     "recomputed": Case(Recomputes, ranks=(3,), alone_in_stages=True, oracle=DropsBetween),
     "recomputed twice": Case(
@@ -524,6 +531,78 @@ class ReturnsNumbers(Model):
         return self.head(self.norm(x[0]))
 
 
+class PassesOn(Block):
+    """It returns what it was given beside its input."""
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        return super().forward(x), given
+
+
+class Passes(Model):
+    """Passes on what is no tensor, and is another one in each step."""
+
+    block = PassesOn
+    kind: Any = np.float32
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, given = self.embed(tokens), self.kind(self.global_step)
+        for block in self.blocks:
+            x, given = block(x, given)
+        return self.head(self.norm(x))
+
+
+class PassesNone(Passes):
+    kind = staticmethod(lambda step: None if step % 2 else ())
+
+
+class PassesObject(Passes):
+    kind = staticmethod(lambda step: SimpleNamespace(step=step))
+
+
+class CountsIn(Block):
+    def forward(self, x: Tensor, depth: Any) -> Tensor:
+        depth.number += 1
+        return super().forward(x) * depth.number
+
+
+class CountsInOne(Model):
+    """Blocks count in an object of the caller."""
+
+    block = CountsIn
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x, depth = self.embed(tokens), Depth()
+        for block in self.blocks:
+            x = block(x, depth)
+        return self.head(self.norm(x))
+
+
+class Teaches(Model):
+    """A step moves the averages of its blocks' parameters."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for block in self.blocks:
+                self.teacher.weight.data.mul_(0.9).add_(block.up.weight, alpha=0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Shrinks(Model):
+    """A step shrinks a frozen layer before the first block."""
+
+    def build(self) -> None:
+        super().build()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        self.frozen.weight.mul_(0.9)
+        return self.frozen(super().embed(tokens))
+
+
 class Decides(Model):
     """Code decides by what the embedding returns."""
 
@@ -899,6 +978,12 @@ REFUSED = {
     "skip": Refused(Skips, r"self\.log\('val_loss', \.\.\.\)` takes what another stage computes.*through the blocks"),
     "skip, sharded": Refused(AddsBetween, "'blocks.2' depends on what another stage computes", SHARDED, ranks=4),
     "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
+    "a number of NumPy": Refused(Passes, r"has returned the numbers \[np.float32\(1.0\)\], and \[np.float32\(0.0\)\]"),
+    "None at times": Refused(PassesNone, r"has returned the numbers \[None\], and \[\] for"),
+    "an object's number": Refused(PassesObject, r"has returned the numbers \[1\], and \[0\] for"),
+    "counts in an object": Refused(CountsInOne, r"'blocks\.1' is given what an earlier block was given, too"),
+    "a teacher in a step": Refused(Teaches, "`add_` would change a tensor by parameters of other stages"),
+    "a frozen layer in a step": Refused(Shrinks, r"A step changes frozen\.weight, which has no gradient"),
     "decision": Refused(Decides, "reads or decides by values that another stage computes"),
     "decision in a block": Refused(DecidesInBlock, "In blocks, decide by shapes, not by values"),
     "kernel": Refused(RunsKernel, "cannot be found without values: .*data"),

@@ -11,8 +11,10 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +29,7 @@ from lightning_parstrat.distributed.torch_compat import (
     FakeTensor,
     compiled_call,
     has_forward_hooks,
+    has_memory,
     set_compiled_call,
     version_of,
 )
@@ -72,11 +75,12 @@ class _Run:
 
     def returned(self, number: int) -> Any:
         """What a block of an earlier stage returns."""
-        if number < self.own.start - 1:
-            return self.shapes[number]
-        tensors = iter(self.received)
         # A copy, as code may change its input in place.
-        return replace_leaves(self.shapes[number], lambda _: _not_a_leaf(next(tensors)))
+        shapes = _fresh(self.shapes[number])
+        if number < self.own.start - 1:
+            return shapes
+        tensors = iter(self.received)
+        return replace_leaves(shapes, lambda _: _not_a_leaf(next(tensors)))
 
 
 class CutModule:
@@ -162,7 +166,7 @@ class CutModule:
                     " returns tensors, alone or in dictionaries, lists or tuples."
                 )
             # A copy, as a later block may change it in place.
-            found.append(replace_leaves(output, lambda one: one.view_as(one)))
+            found.append(_fresh(replace_leaves(output, lambda one: one.view_as(one))))
             if len(found) == ends:
                 raise _Cut(output)
             return output
@@ -170,12 +174,18 @@ class CutModule:
         with nullcontext() if self._sharded is None else self._sharded.originals_in_place():
             # What modules keep, such as statistics, metrics or a table, is to be as before. Some has no values here.
             buffers = [(one, one.clone()) for one in self._module.buffers()]
+            frozen = {name: version_of(one) for name, one in self._frozen()}
             try:
                 with _restored(self._module.modules()):
                     if ends:
                         self._running(run, step, note)
             finally:
                 _copy_back(buffers)
+            if changed := [name for name, one in self._frozen() if version_of(one) != frozen.get(name)]:
+                raise PipelineError(
+                    f"A step changes {listed(changed)}, which has no gradient, before its first block. Ranks would do"
+                    " so a different number of times. Change it in a hook, such as `on_train_batch_start`."
+                )
         return found
 
     def run(
@@ -248,7 +258,7 @@ class CutModule:
         self._run, self._note = run, note
         try:
             # Compiled code does not notice that tensors have no values, and would read their memory.
-            with running_step(), run.eager:
+            with running_step(self._module.parameters), run.eager:
                 if run.own.start or note is not None:
                     run.eager.enter_context(torch.compiler.set_stance("force_eager"))
                 output = step()
@@ -313,6 +323,10 @@ class CutModule:
         if self._sharded is None:
             self._end(number, None, None, output)
         return output
+
+    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
+        named = self._module.named_parameters()
+        return ((name, one) for name, one in named if not one.requires_grad and has_memory(one))
 
     def _outer_values(self) -> list[tuple[Tensor, Tensor]]:
         return [(buffer, buffer.clone()) for buffer in self._outer_buffers]
@@ -396,17 +410,39 @@ def _refuse_backward_hooks(name: str, given: Any) -> None:
         )
 
 
+def _is_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, Enum, dict))
+
+
 def _numbers(tree: Any) -> list[Any]:
-    """The numbers, and texts, in what a block returns."""
-    if isinstance(tree, (bool, int, float, str)):
+    """The numbers, and texts, in what a block returns, also in attributes of its objects."""
+    if tree is None or isinstance(tree, _SIMPLE):
         return [tree]
+    if _is_object(tree):
+        return [value for value in vars(tree).values() if isinstance(value, _SIMPLE)]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return [number for part in parts for number in _numbers(part)]
 
 
+_SIMPLE = (bool, int, float, str, Enum, np.generic)
+
+
+def _fresh(tree: Any) -> Any:
+    """A copy of a tree with the same tensors. Of its objects, the attributes are the same."""
+    if isinstance(tree, tuple):
+        items = map(_fresh, tree)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, (dict, list, deque)):
+        made = copy.copy(tree)
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            made[key] = _fresh(value)
+        return made
+    return copy.copy(tree) if _is_object(tree) else tree
+
+
 def _parts(tree: Any) -> Iterator[Any]:
-    """The tensors, dictionaries and lists of a tree."""
-    if isinstance(tree, (Tensor, dict, list)):
+    """The tensors, dictionaries, lists and objects of a tree."""
+    if isinstance(tree, (Tensor, dict, list)) or _is_object(tree):
         yield tree
     if isinstance(tree, (dict, list, tuple)):
         for part in tree.values() if isinstance(tree, dict) else tree:
@@ -417,7 +453,11 @@ def _content(part: Any) -> tuple[int, list[Any]]:
     """What a change in place changes."""
     if isinstance(part, Tensor):
         return 0 if part.is_inference() else version_of(part), []
-    return len(part), [*part.values()] if isinstance(part, dict) else part.copy()
+    if isinstance(part, (dict, list)):
+        return len(part), [*part.values()] if isinstance(part, dict) else part.copy()
+    # What else an object has, such as a cache of keys, no other stage may need.
+    numbers = _numbers(part)
+    return len(numbers), numbers
 
 
 def _has_changed(part: Any, before: tuple[int, list[Any]]) -> bool:

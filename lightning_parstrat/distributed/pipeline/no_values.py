@@ -1,7 +1,7 @@
 """Tensors of other stages: they have shapes, and no values. Nothing is computed with them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +17,36 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         runs_step: Whether a step runs. All ranks run its code around blocks, and only one of them has the values.
+        kept: The memory that keeps its values after a step.
     """
 
     runs_step = False
+    kept: Callable[[], set[int]] = staticmethod(set[int])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = func.__name__.partition(".")[0]
         changes = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
-        if changes and not self.runs_step and any(has_memory(one.tensor) for one in leaves(args[0])):
+        changed = [one.tensor for one in leaves(args[0]) if has_memory(one.tensor)] if changes else []
+        if changed and (not self.runs_step or not self.kept().isdisjoint(map(_place, changed))):
             raise RuntimeError(
                 f"`{name}` would change a tensor by parameters of other stages, which have no values on this rank."
                 " Outside of a step, change each parameter by its own values alone. Copies from before the first step"
                 " have values: copy parameters after it. Or take a strategy that keeps the module whole."
             )
+        if self.runs_step and torch.Tag.nondeterministic_seeded in func.tags:
+            # All ranks draw as many random numbers, so that what they draw afterwards is the same.
+            func(*replace_leaves(args, _with_values), **replace_leaves(kwargs, _with_values))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    is_known = has_memory(tensor)
+    return tensor.clone() if is_known else torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @functools.cache
@@ -40,14 +56,17 @@ def _mode() -> _NoValues:
 
 
 @contextmanager
-def running_step() -> Iterator[None]:
-    """Within it, what is changed by tensors without values is not refused, and kernels are. Not collective."""
-    _mode().runs_step = True
+def running_step(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    """Within it, tensors but parameters may be changed by those without values, and kernels are refused.
+
+    Not collective.
+    """
+    _mode().runs_step, _mode().kept = True, lambda: {_place(one) for one in parameters() if has_memory(one)}
     refuse_addresses(_mode(), True)
     try:
         yield
     finally:
-        _mode().runs_step = False
+        _mode().runs_step, _mode().kept = False, set[int]
         refuse_addresses(_mode(), False)
 
 
