@@ -99,6 +99,9 @@ class Meetings(Part):
             ValueError: Groups cannot meet with such optimizers or parameters.
         """
         _check_all_sharded(engine)
+        if any(bucket.stepped.dtype.itemsize < 4 for bucket in engine.buckets):
+            # Groups meet in fp32, and a checkpoint would not have that.
+            raise ValueError("outer_every needs master weights for 16-bit parameters: leave out master_weights=False.")
         check_agreement(self._ranks.control, digest(engine.plan))
         self._engine, self._outer = engine, None
 
@@ -259,16 +262,28 @@ class Meetings(Part):
             momenta = self._outer.momenta(keeps=rank == 0) if place.copy == 0 else {}
             saved = {"step": self._step, "momenta": momenta}
         if place.shard == 0:
-            others = gather_object(checkpoint["optimizer_states"], holders)[1:]
-        return {OUTER: {**saved, "optimizer_states": others}}
+            # In 16-mixed, each group has its loss scale.
+            own = {"optimizer_states": checkpoint["optimizer_states"], "scale": self._plugin.state_dict()}
+            others = gather_object(own, holders)[1:]
+        return {OUTER: {**saved, "groups": others}}
 
     def with_own_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A loaded checkpoint with the optimizers of this group. With another number of groups, those of the first."""
-        others: Sequence[Any] = self._loaded_entries().get(OUTER, {}).get("optimizer_states", [])
+        """A loaded checkpoint with the optimizers of this group, whose loss scale is set.
+
+        With another number of groups, both are those of the first.
+        """
+        others: Sequence[Any] = self._loaded_entries().get(OUTER, {}).get("groups", [])
         number = self._groups.place(self._ranks.rank).copy
         if number == 0 or len(others) + 1 != self._groups.copies:
             return checkpoint
-        return {**checkpoint, "optimizer_states": others[number - 1]}
+        own = others[number - 1]
+        if own["scale"]:
+            self._plugin.load_state_dict(own["scale"])
+        return {**checkpoint, "optimizer_states": own["optimizer_states"]}
+
+    @property
+    def _plugin(self) -> Any:
+        return self._strategy.precision_plugin
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

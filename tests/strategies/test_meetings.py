@@ -454,6 +454,26 @@ class SavesFirst(Callback):
         trainer.save_checkpoint(f"{self.folder}/weights.ckpt", weights_only=True)
 
 
+class Scale(Callback):
+    """The loss scale at the begin."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found = trainer.precision_plugin.scaler.get_scale()  # type: ignore[attr-defined]
+
+
+def scale_at_begin(folder: str, path: str | None) -> float:
+    scale = Scale()
+    own = {"fp16": True, "init_scale": 128.0 * (1 + dist.get_rank())}
+    train_and_save(folder, 1, ckpt_path=path, callbacks=[scale], **own)
+    return scale.found
+
+
+def test_each_group_resumes_with_its_loss_scale(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, scale_at_begin, str(tmp_path), None) == [128.0, 256.0]
+    (path,) = tmp_path.glob("*.ckpt")
+    assert pool.run(2, scale_at_begin, str(tmp_path / "again"), str(path)) == [512.0, 1024.0]
+
+
 def resume_and_save(folder: str, path: str) -> None:
     train_and_save(folder, 1, ckpt_path=path, callbacks=[SavesFirst(folder)])
 
@@ -575,6 +595,8 @@ def train_refused(name: str) -> None:
     elif name in ("ema", "swa"):
         average = EMAWeightAveraging() if name == "ema" else StochasticWeightAveraging(swa_lrs=0.1)
         train(zoo.MLP, strategy, callbacks=[average])
+    elif name == "16 bits":
+        train(zoo.MLP, zero1(shard_group=1, master_weights=False, **OUTER), precision="bf16-true")
     elif name == "lbfgs":
         train(lambda: zoo.MLP(torch.optim.LBFGS), strategy)
     else:
@@ -587,6 +609,7 @@ def train_refused(name: str) -> None:
         ("stream", "outer_every needs training loaders that know their lengths"),
         ("lbfgs", "outer_every needs optimizers whose state is sharded"),
         ("complex", "and real parameters"),
+        ("16 bits", "outer_every needs master weights for 16-bit parameters"),
         ("ema", "outer_every does not work with EMAWeightAveraging, whose averages need all ranks"),
         ("swa", "outer_every does not work with StochasticWeightAveraging"),
     ],
