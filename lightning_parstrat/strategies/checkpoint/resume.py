@@ -411,7 +411,7 @@ class Resume(Part):
             give_back_loop(trainer.fit_loop.epoch_loop)
             give_back_loop(trainer.fit_loop.epoch_loop.val_loop)
         self._saved = self._read = _NOTHING
-        self._metrics, self._stepped, self._stepped_before = {}, None, None
+        self._metrics, self._stepped_before = {}, None
         self._given, self._followed = [], 0
         filters: Any = warnings.filters
         if self._hides_warning in filters:
