@@ -258,7 +258,7 @@ class CutModule:
         self._run, self._note = run, note
         try:
             # Compiled code does not notice that tensors have no values, and would read their memory.
-            with running_step(self._module.parameters), run.eager:
+            with running_step(self._module.parameters, draws=note is None), run.eager:
                 if run.own.start or note is not None:
                     run.eager.enter_context(torch.compiler.set_stance("force_eager"))
                 output = step()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.torch_compat import FakeTensor, FakeTensorMode, has_memory, refuse_addresses
 
 
@@ -17,10 +18,11 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         runs_step: Whether a step runs. All ranks run its code around blocks, and only one of them has the values.
+        draws: Whether random numbers are drawn for tensors without values.
         kept: The memory that keeps its values after a step.
     """
 
-    runs_step = False
+    runs_step = draws = False
     kept: Callable[[], set[int]] = staticmethod(set[int])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +36,7 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
                 " Outside of a step, change each parameter by its own values alone. Copies from before the first step"
                 " have values: copy parameters after it. Or take a strategy that keeps the module whole."
             )
-        if self.runs_step and torch.Tag.nondeterministic_seeded in func.tags:
+        if self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             # All ranks draw as many random numbers, so that what they draw afterwards is the same.
             func(*replace_leaves(args, _with_values), **replace_leaves(kwargs, _with_values))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -46,7 +48,7 @@ def _with_values(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return local(tensor).untyped_storage().data_ptr()
 
 
 @functools.cache
@@ -56,17 +58,22 @@ def _mode() -> _NoValues:
 
 
 @contextmanager
-def running_step(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+def running_step(parameters: Callable[[], Iterable[Tensor]], draws: bool) -> Iterator[None]:
     """Within it, tensors but parameters may be changed by those without values, and kernels are refused.
 
     Not collective.
+
+    Args:
+        parameters: Returns those of the module.
+        draws: Whether random numbers are drawn as with values.
     """
-    _mode().runs_step, _mode().kept = True, lambda: {_place(one) for one in parameters() if has_memory(one)}
+    _mode().runs_step, _mode().draws = True, draws
+    _mode().kept = lambda: {_place(one) for one in parameters() if has_memory(one)}
     refuse_addresses(_mode(), True)
     try:
         yield
     finally:
-        _mode().runs_step, _mode().kept = False, set[int]
+        _mode().runs_step, _mode().draws, _mode().kept = False, False, set[int]
         refuse_addresses(_mode(), False)
 
 
