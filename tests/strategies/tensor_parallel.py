@@ -90,13 +90,6 @@ class MixedHeads(Attention):
         return super().heads(self.mix(one))
 
 
-class CentersInTraining(Attention):
-    """Takes a mean over all heads, in training alone."""
-
-    def heads(self, one: Tensor) -> Tensor:
-        return super().heads(one - one.mean(-1, keepdim=True) if self.training else one)
-
-
 class StatisticsOfHeads(Attention):
     """A norm without parameters takes its statistics over all heads, in training alone."""
 

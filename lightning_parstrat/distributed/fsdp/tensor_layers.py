@@ -175,10 +175,6 @@ class TensorLayers:
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _set_states(self, states: Sequence[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
     # The first call.
 
     def _check_at_first_call(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module]) -> None:
@@ -200,34 +196,30 @@ class TensorLayers:
     def _check(self, part: nn.Module, name: str, row_wise: Sequence[nn.Module], inputs: Any) -> None:
         """Calls a module with its layers cut and with whole layers. Collective. It sends the module's parameters once.
 
-        If the module draws random numbers in training, it is called as in evaluation. What draws some there, too, or
-        cannot be called twice, is not checked.
+        What cannot be called twice, or draws random numbers in evaluation, is not checked.
 
         Raises:
             TensorPlanError: The results differ. Or the module can be called with whole layers alone.
         """
         training = [inner for inner in part.modules() if inner.training]
         inner_units = [inner for inner in part.modules() if isinstance(inner, FSDPModule) and inner is not part]
-        before, fault, draws = self._states(), None, True
+        before, fault = self._states(), None
         for unit in inner_units:
             unit.unshard()
         try:
-            for evaluates in (False, True) if training else (True,):
-                for inner in training if evaluates else ():
-                    # Norms of batches take their statistics over all heads in a training alone.
-                    inner.training = hasattr(inner, "track_running_stats")
-                self._set_states(before)
-                with torch.autocast(next(part.parameters()).device.type, enabled=False):
-                    try:
-                        cut = _tensors_of(part, inputs, row_wise, True)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:
-                        fault = error
-                    draws = not all(map(torch.equal, self._states(), before))
-                    whole = _tensors_of(part, inputs, row_wise, False)
-                if fault is not None or not draws:
-                    break
+            part.eval()
+            for inner in training:
+                # Norms of batches take their statistics over all heads in a training alone.
+                inner.training = hasattr(inner, "track_running_stats")
+            with torch.autocast(next(part.parameters()).device.type, enabled=False):
+                try:
+                    cut = _tensors_of(part, inputs, row_wise, True)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    fault = error
+                draws = not all(map(torch.equal, self._states(), before))
+                whole = _tensors_of(part, inputs, row_wise, False)
         except torch.OutOfMemoryError:
             raise
         except Exception:
@@ -238,7 +230,8 @@ class TensorLayers:
                 inner.training = True
             for unit in inner_units:
                 unit.reshard()
-            self._set_states(before)
+            for generator, state in zip(self._generators, before, strict=True):
+                generator.set_state(state)
         # All of them, as whole tensors are collective.
         differ = [] if fault is not None else [self._differ(*pair) for pair in zip(cut, whole, strict=False)]
         if fault is not None or (not draws and (len(cut) != len(whole) or any(differ))):
