@@ -362,6 +362,9 @@ class DropsAndMasks(Model):
     def compute_loss(self, batch: Tensor) -> Tensor:
         tokens = (batch.abs() * 10).long() % WORDS
         x = F.dropout(self.embed(tokens[:, :-1]), 0.3, self.training)
+        # torch makes these of other operations that draw, if tensors have no values.
+        x = torch.native_dropout(x, 0.2, self.training)[0]
+        x = x + torch.empty_like(x).uniform_(0.0, 0.1)
         hidden = torch.rand(x.shape[:2]) < 0.3
         x = torch.where(hidden[..., None], 0.1, x)
         for block in self.blocks:
@@ -374,12 +377,14 @@ class DropsAndMasks(Model):
 class Depth:
     """An object that blocks change and return."""
 
-    number = 0
+    def __init__(self) -> None:
+        self.number, self.unknown = 0, float("nan")
 
 
 class CountsDepth(Block):
     def forward(self, x: Tensor, depth: Any, found: Any) -> Any:
         depth.number += 1
+        depth.seen = x.shape[1]
         found["blocks"] += 1
         return super().forward(x) * (1 + depth.number / 10 + found["blocks"] / 100), depth, found
 

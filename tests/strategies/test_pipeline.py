@@ -555,6 +555,10 @@ class PassesNone(Passes):
     kind = staticmethod(lambda step: None if step % 2 else ())
 
 
+class PassesTensor(Passes):
+    kind = staticmethod(lambda step: SimpleNamespace(mask=torch.ones(1)))
+
+
 class PassesObject(Passes):
     kind = staticmethod(lambda step: SimpleNamespace(step=step))
 
@@ -981,6 +985,7 @@ REFUSED = {
     "a number of NumPy": Refused(Passes, r"has returned the numbers \[np.float32\(1.0\)\], and \[np.float32\(0.0\)\]"),
     "None at times": Refused(PassesNone, r"has returned the numbers \[None\], and \[\] for"),
     "an object's number": Refused(PassesObject, r"has returned the numbers \[1\], and \[0\] for"),
+    "an object's tensor": Refused(PassesTensor, r"returns an object with a tensor in 'SimpleNamespace\.mask'"),
     "counts in an object": Refused(CountsInOne, r"'blocks\.1' is given what an earlier block was given, too"),
     "a teacher in a step": Refused(Teaches, "`add_` would change a tensor by parameters of other stages"),
     "a frozen layer in a step": Refused(Shrinks, r"A step changes frozen\.weight, which has no gradient"),

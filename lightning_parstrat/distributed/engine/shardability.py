@@ -11,7 +11,7 @@ import random
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def _obstacle(optimizer: Optimizer) -> str:
     if needs_closure(cls):
         return f"its `step` needs a closure, and {_AGAIN}"
     if not cls.__module__.startswith("torch."):
-        kinds = {type(one) for one in grouped_parameters(optimizer)}
+        kinds = {type(one) for one in grouped_parameters(optimizer) if one.requires_grad}
         if own := [kind.__name__ for kind in kinds if nn.Parameter in kind.__mro__[1:]]:
             return f"it may treat parameters of the class {listed(sorted(own))} in another way than others"
         if any("param_names" in group for group in optimizer.param_groups):
@@ -274,9 +274,10 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
     # A scheduler's wrapper of `step` is bound to the optimizer, whose state may fill the memory.
     memo: dict[int, Any] = {id(optimizer): twin}
     generator = torch.Generator().manual_seed(0)
+    attributes: dict[Tensor, dict[str, Any]] = {}
     for parameter in grouped_parameters(optimizer):
         memo[id(parameter)] = probe = _sharded(_probe(parameter, generator), mesh)
-        vars(probe).update(copy.deepcopy(vars(parameter), memo))
+        attributes[probe] = vars(parameter)
     # Users' hooks are not meant for a copy, and may refer to anything.
     twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
     probes: dict[int, nn.Parameter] = {}
@@ -290,6 +291,12 @@ def _copy(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh |
         stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
         chosen = dict(enumerate(group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP], number))
         number += len(chosen)
+        for probe in chosen.values():
+            for name, value in attributes[probe].items():
+                with suppress(Exception):
+                    # What cannot be copied may still be read.
+                    vars(probe)[name] = value
+                    vars(probe)[name] = copy.deepcopy(value, memo)
         if remainder is not None:
             chosen = {n: _shard(one) for n, one in chosen.items() if n % 2 == remainder}
         group["params"] = list(chosen.values())

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import Any
 
@@ -166,6 +166,11 @@ class CutModule:
                     " returns tensors, alone or in dictionaries, lists or tuples."
                 )
             # A copy, as a later block may change it in place.
+            if place := next(filter(None, map(_tensor_of, _parts(output))), ""):
+                raise PipelineError(
+                    f"{self._names[len(found)]!r} returns an object with a tensor in {place!r}. Other stages get the"
+                    " tensors that a block returns alone, in dictionaries, lists or tuples."
+                )
             found.append(_fresh(replace_leaves(output, lambda one: one.view_as(one))))
             if len(found) == ends:
                 raise _Cut(output)
@@ -181,7 +186,7 @@ class CutModule:
                         self._running(run, step, note)
             finally:
                 _copy_back(buffers)
-            if changed := [name for name, one in self._frozen() if version_of(one) != frozen.get(name)]:
+            if changed := [n for n, one in self._frozen() if n in frozen and version_of(one) != frozen[n]]:
                 raise PipelineError(
                     f"A step changes {listed(changed)}, which has no gradient, before its first block. Ranks would do"
                     " so a different number of times. Change it in a hook, such as `on_train_batch_start`."
@@ -326,7 +331,8 @@ class CutModule:
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         named = self._module.named_parameters()
-        return ((name, one) for name, one in named if not one.requires_grad and has_memory(one))
+        kept = ((name, one) for name, one in named if not one.requires_grad and has_memory(one))
+        return ((name, one) for name, one in kept if not one.is_inference())
 
     def _outer_values(self) -> list[tuple[Tensor, Tensor]]:
         return [(buffer, buffer.clone()) for buffer in self._outer_buffers]
@@ -394,7 +400,7 @@ class CutModule:
                 " The shapes that a block returns must not depend on values, on the epoch or on an attribute. Cut"
                 " batches in the loader's `collate_fn`."
             )
-        if _numbers(output) != _numbers(expected):
+        if not _are_equal(_numbers(output), _numbers(expected)):
             raise PipelineError(
                 f"{name!r} has returned the numbers {_numbers(output)}, and {_numbers(expected)} for the first batch of"
                 " this shape. The next stage gets tensors alone: return a tensor for what changes."
@@ -437,7 +443,21 @@ def _fresh(tree: Any) -> Any:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             made[key] = _fresh(value)
         return made
-    return copy.copy(tree) if _is_object(tree) else tree
+    with suppress(Exception):
+        return copy.copy(tree) if _is_object(tree) else tree
+    return tree
+
+
+def _tensor_of(part: Any) -> str:
+    """The name of an object's attribute that is a tensor. Empty if there is none."""
+    own = vars(part).items() if _is_object(part) else ()
+    return next((f"{type(part).__name__}.{name}" for name, value in own if isinstance(value, Tensor)), "")
+
+
+def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    # NaN is like NaN.
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(one == other or (one != one and other != other) for one, other in pairs)
 
 
 def _parts(tree: Any) -> Iterator[Any]:
@@ -456,12 +476,14 @@ def _content(part: Any) -> tuple[int, list[Any]]:
     if isinstance(part, (dict, list)):
         return len(part), [*part.values()] if isinstance(part, dict) else part.copy()
     # What else an object has, such as a cache of keys, no other stage may need.
-    numbers = _numbers(part)
-    return len(numbers), numbers
+    return 0, _numbers(part)
 
 
 def _has_changed(part: Any, before: tuple[int, list[Any]]) -> bool:
     number, values = _content(part)
+    if _is_object(part):
+        # New attributes, such as notes, follow those that were there.
+        return not _are_equal(values[: len(before[1])], before[1])
     return number != before[0] or any(one is not other for one, other in zip(values, before[1], strict=True))
 
 

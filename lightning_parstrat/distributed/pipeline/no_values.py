@@ -30,7 +30,8 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         changes = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
         changed = [one.tensor for one in leaves(args[0]) if has_memory(one.tensor)] if changes else []
-        if changed and (not self.runs_step or not self.kept().isdisjoint(map(_place, changed))):
+        # Those without elements lie nowhere.
+        if changed and (not self.runs_step or self.kept().intersection(map(_place, changed)) - {0}):
             raise RuntimeError(
                 f"`{name}` would change a tensor by parameters of other stages, which have no values on this rank."
                 " Outside of a step, change each parameter by its own values alone. Copies from before the first step"
@@ -39,6 +40,12 @@ class _NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             # All ranks draw as many random numbers, so that what they draw afterwards is the same.
             func(*replace_leaves(args, _with_values), **replace_leaves(kwargs, _with_values))
+            self.draws = False
+            try:
+                # torch may make it of other operations that draw.
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.draws = True
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
