@@ -34,6 +34,8 @@ from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.pipeline.holders import largest_stage
+from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
+from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.lightning_compat import follow_device, minor
 from tests.comparing import assert_same, distance
 from tests.pool import RankPool
@@ -86,6 +88,7 @@ pytestmark = pytest.mark.skipif(minor(torch.__version__) < (2, 13), reason="torc
 TWO: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 2}
 SHARED: dict[str, Any] = {"tensor_parallel_size": 2}
 SHARDED: dict[str, Any] = {**TWO, "shard": "parameters"}
+nadam = partial(torch.optim.NAdam, lr=0.01)
 
 
 class Case(NamedTuple):
@@ -319,6 +322,37 @@ def test_a_rank_holds_its_stages_alone(pool: RankPool) -> None:
     assert max(first, last) <= 3 / 4 * planned.held + 3 * sizes["embedding.weight"]
     for found, own in ((first, names), (last, others)):
         assert found == 3 * sum(sizes[name] for name in own)
+
+
+def whole_blocks_at_once() -> int:
+    """The most blocks of its stage that a rank holds whole while they are divided. Rank 0 alone has values at first."""
+    found, divide = list[int](), ShardedBlocks.divide
+
+    def noting(sharded: ShardedBlocks, name: str) -> None:
+        left = [one for other, one in sharded.originals.items() if other not in sharded.copies]
+        found.append(sum(any(map(has_memory, block.parameters())) for block in left))
+        divide(sharded, name)
+
+    torch.manual_seed(0)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = Planned(plain_sgd)
+    trainer = make_trainer(pipeline(**SHARDED))
+    with patch.object(ShardedBlocks, "divide", noting):
+        trainer.fit(module, loader(trainer))
+    return max(found)
+
+
+def test_a_rank_holds_one_whole_block_at_once(pool: RankPool) -> None:
+    assert pool.run(4, whole_blocks_at_once)[1:] == [1] * 3
+
+
+def state_after_a_fit() -> set[torch.dtype]:
+    run, _ = fit(Model, nadam, {}, precision="bf16-true")
+    return {entries["mu_product"].dtype for entries in run.trainer.optimizers[0].state.values()}
+
+
+def test_state_keeps_its_dtype_after_a_training(pool: RankPool) -> None:
+    assert pool.run(2, state_after_a_fit)[0] == {torch.float32}
 
 
 def held_in_grid(strategy: dict[str, Any]) -> int:
