@@ -4,6 +4,7 @@ import ctypes
 import re
 import tempfile
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -34,6 +35,7 @@ from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.pipeline.holders import largest_stage
+from lightning_parstrat.distributed.pipeline.schedule import _kept
 from lightning_parstrat.distributed.pipeline.sharded_blocks import ShardedBlocks
 from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.lightning_compat import follow_device, minor
@@ -506,6 +508,20 @@ def test_a_training_resumes_bit_for_bit_within_an_epoch(
     saved = str(tmp_path / "whole" / "step=3.ckpt")
     found = pool.run(ranks, interrupted, str(tmp_path / "rest"), saved, trainer, strategy)[0]
     assert_same(found, expected)
+
+
+def test_an_error_of_memory_that_is_kept_holds_no_tensors() -> None:
+    held = []
+
+    def fails() -> None:
+        activations = torch.ones(3)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fails()
+    assert held[0]() is not None
+    assert _kept(raised.value) is raised.value and held[0]() is None
 
 
 class AsksEarly(Model):
