@@ -117,3 +117,7 @@ def test_a_partial_checkpoint_does_not_bring_whole_buckets_along(pool: RankPool,
     pool.run(2, save_partially, str(tmp_path))
     saved = torch.load(tmp_path / "part.ckpt", weights_only=True)["state_dict"]["net.0.bias"]
     assert saved.untyped_storage().nbytes() == saved.nbytes
+
+
+def test_a_decision_before_a_training_is_the_process_s_own() -> None:
+    assert [zero1().reduce_boolean_decision(one) for one in (True, False)] == [True, False]

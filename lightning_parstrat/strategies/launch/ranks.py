@@ -35,6 +35,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
     connect_on_demand,
     control_group,
     default_backend,
+    is_initialized,
     process_groups,
     subgroup,
 )
@@ -258,8 +259,8 @@ class Ranks(Part):
 
     @property
     def decides_alone(self) -> bool:
-        """Whether a save after an exception has shown that other ranks do not take part."""
-        return bool(self._missing)
+        """Whether no other rank has been joined, or a save after an exception has shown that none takes part."""
+        return bool(self._missing) or not is_initialized()
 
     def _find_missing(self) -> list[int]:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
