@@ -84,10 +84,6 @@ Used through this file: what for | what happens without it.
         optimizer run twice in a step, or on a copy.
     torch.optim.Optimizer._optimizer_step_post_hooks
         As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
-    torch.optim.Optimizer._optimizer_state_dict_pre_hooks
-        As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
-    torch.optim.Optimizer._optimizer_state_dict_post_hooks
-        As `_optimizer_step_pre_hooks` | As for `_optimizer_step_pre_hooks`.
     torch.optim.lr_scheduler._wrapped_by_lr_sched
         Separates a scheduler's wrapper of `step` from a user's, and marks the method that replaces it | An optimizer
         with a scheduler is stepped on all ranks, as under `ddp`.
@@ -550,19 +546,6 @@ def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
         own.update(kept)
         for hooks, before in kept_globally:
             hooks.update(before)
-
-
-def run_hooks_before_state_dict(optimizer: Optimizer) -> None:
-    """Runs the hooks that are registered to run before the optimizer's state is read."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-
-
-def run_hooks_after_state_dict(optimizer: Optimizer, state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """Runs the hooks that are registered to change the optimizer's state dict. Returns their result."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        state_dict = hook(optimizer, state_dict) or state_dict
-    return state_dict
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:

@@ -43,12 +43,11 @@ from lightning_parstrat.distributed.engine.shardability import UNTRIED, reason_a
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS, grouped_parameters
 from lightning_parstrat.distributed.engine.stepping import forget_sharding, needs_closure
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
-from lightning_parstrat.distributed.gradients.clipping import StepGradients, step_gradients
+from lightning_parstrat.distributed.gradients.clipping import StepGradients, is_counted, step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.pipeline.cut_module import CutModule
 from lightning_parstrat.distributed.pipeline.holders import HeldParts, costs_of, find_blocks, in_state_dict
 from lightning_parstrat.distributed.pipeline.schedule import Pipeline, takes_many, turns_back
-from lightning_parstrat.distributed.pipeline.sharded_blocks import is_counted
 from lightning_parstrat.distributed.torch_compat import FakeTensor, has_memory, multiply_all
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.pipeline_state import PipelineState
@@ -467,8 +466,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         slots = self._engine.slots if self._engine is not None and is_hidden else {}
         grouped = dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])
         own = [slots[p].shard for p in grouped if held.counts(p) and p in slots]
-        grid, rank = self._ranks.grid, self.global_rank
-        own += [p for p in grouped if held.counts(p) and p not in slots and is_counted(p, grid, rank)]
+        first = self._ranks.grid.of_stage(self.global_rank)[0]
+        own += [p for p in grouped if held.counts(p) and p not in slots and is_counted(p, first)]
         counted_here = [local(one.grad) for one in own if one is not None and one.grad is not None]
         collectives = make_collectives(self._ranks.groups.gradients, self.root_device)
         return found._replace(counted=counted_here, device=self.root_device, collectives=collectives)

@@ -67,7 +67,7 @@ def _checkpointed(part: nn.Module, forward: Callable[..., Any], *args: Any, **kw
         call,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (_noting_changes(part, changed), buffers_kept(changed, always=True)),
+        context_fn=lambda: (_noting_changes(part, changed), buffers_kept(changed)),
     )
 
 
@@ -82,21 +82,15 @@ def _noting_changes(part: nn.Module, changed: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(buffers: Sequence[Tensor], always: bool = False) -> Iterator[None]:
-    """Within it, changes of buffers are lost, such as those of a second forward. Not collective.
-
-    Args:
-        buffers: The buffers.
-        always: Whether they change. Otherwise torch's count of changes tells.
-    """
-    values = [(buffer, version_of(buffer), buffer.clone()) for buffer in buffers]
+def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Within it, changes of buffers are lost, such as those of a second forward. Not collective."""
+    values = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, version, value in values:
-                if always or version_of(buffer) != version:
-                    buffer.copy_(value)
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def _classes(module: nn.Module) -> set[str | type[Any]]:

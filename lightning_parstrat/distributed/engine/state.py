@@ -21,11 +21,7 @@ from lightning_parstrat.distributed.comm.agreement import broadcast_object, gath
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 from lightning_parstrat.distributed.engine.cuts import Run
-from lightning_parstrat.distributed.torch_compat import (
-    run_hooks_after_state_dict,
-    run_hooks_before_state_dict,
-    without_step_hooks,
-)
+from lightning_parstrat.distributed.torch_compat import without_step_hooks
 
 MASTER_WEIGHTS = "master_weights"
 """The key of master weights in a state dict, by position as in ``"state"``. Other strategies ignore it."""
@@ -108,7 +104,6 @@ def gather_state_dict(
     Returns:
         The unsharded state on rank 0, or on all. Other ranks get the parameter groups, with an empty state.
     """
-    run_hooks_before_state_dict(optimizer)
     control, parameters = shards.control, grouped_parameters(optimizer)
     own = _own_parts(optimizer, shards) if control.rank in shards.ranks else []
     described: list[list[PartOfState]] = gather_object(own, control.group)
@@ -130,7 +125,7 @@ def gather_state_dict(
         # Every rank has the same state for replicated parameters.
         replicated = [p for p in parameters if p not in shards.slots and p in optimizer.state]
         by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
-    return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
+    return _packed(optimizer, by_parameter)
 
 
 @torch.no_grad()
@@ -199,23 +194,19 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
                 )
 
 
-def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
-    """Torch's own packing: positions instead of parameters."""
-    parameters = grouped_parameters(optimizer)
-    position: dict[Tensor, int] = {}
-    for index, parameter in enumerate(parameters):
-        position.setdefault(parameter, index)
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [position[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
+def _packed(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
+    """Torch's own ``state_dict`` of whole states by parameter, whose hooks run. The groups show the parameters."""
+    parameters, own = grouped_parameters(optimizer), optimizer.state
+    position = {parameter: number for number, parameter in reversed([*enumerate(parameters)])}
     # Beside the state, not in it: torch's optimizers take a parameter with any state as stepped.
-    masters = {index: state.pop(MASTER_WEIGHTS) for index, state in packed.items() if MASTER_WEIGHTS in state}
-    packed = {index: state for index, state in packed.items() if state}
-    packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
+    masters = {position[one]: state.pop(MASTER_WEIGHTS) for one, state in states.items() if MASTER_WEIGHTS in state}
+    others = {key: value for key, value in own.items() if not isinstance(key, Tensor)}
+    optimizer.state = defaultdict(dict, {one: states[one] for one in parameters if states.get(one)} | others)
+    try:
+        packed = Optimizer.state_dict(optimizer)
+    finally:
+        optimizer.state = own
+    return packed | ({MASTER_WEIGHTS: masters} if masters else {})
 
 
 def _own_parts(optimizer: Optimizer, shards: Shards) -> list[PartOfState]:

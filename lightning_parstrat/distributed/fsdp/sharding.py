@@ -83,7 +83,8 @@ def shard(
     size = policy.tensor_parallel_size
     planned = find_plan(module, size, whole) if size > 1 else []
     to_reset = _parts_without_values(module, whole, group, device)
-    mesh = _make_mesh(group, collectives, size, device)
+    sharing, first = subgroup(collectives.group, collectives.mates), dist.get_rank() // size * size
+    mesh = mesh_of(sharing, subgroup(group, range(first, first + size)) if size > 1 else None, device)
     names = {part: name for name, part in module.named_modules()}
     own, ignored_names = set(vars(module)), names_ignored_by_ddp(module)
     left = {one for n, one in (*module.named_parameters(), *module.named_buffers()) if n in ignored_names}
@@ -99,7 +100,7 @@ def shard(
             parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
         ignored = cast(Any, whole)
         fully_shard(
-            part, mesh=mesh["shard"], reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored
+            part, mesh=mesh["data"], reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored
         )
         # Now, as this frees the memory of what was sharded.
         for name, parameter in part.named_parameters(names[part]):
@@ -115,19 +116,13 @@ def shard(
     _SHARDED[module] = Sharding(collectives.shard_groups, collectives.place, size, planned)
 
 
-def _make_mesh(
-    group: dist.ProcessGroup, collectives: Collectives, tensor_parallel_size: int, device: torch.device
-) -> DeviceMesh:
-    """The ranks of this rank's copy of the module: those that share it, by those that share its layers. Collective."""
-    sharing = subgroup(collectives.group, collectives.mates)
-    if tensor_parallel_size == 1:
-        return DeviceMesh.from_group(sharing, device.type, mesh_dim_names=("shard",))
-    ranks = dist.get_process_group_ranks(sharing)
-    first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size
-    rows = [[rank - dist.get_rank() + one for one in range(first, first + tensor_parallel_size)] for rank in ranks]
-    tensor = subgroup(group, range(first, first + tensor_parallel_size))
-    names = ("shard", "tensor")
-    return DeviceMesh.from_group([sharing, tensor], device.type, mesh=torch.tensor(rows), mesh_dim_names=names)
+def mesh_of(sharing: dist.ProcessGroup, layers: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh:
+    """The ranks that share parameters ("data"), by those that share layers ("tensor"), if any do. Collective."""
+    if layers is None:
+        return DeviceMesh.from_group(sharing, device.type, mesh_dim_names=("data",))
+    ranks, beside = map(dist.get_process_group_ranks, (sharing, layers))
+    rows = torch.tensor([[rank - dist.get_rank() + one for one in beside] for rank in ranks])
+    return DeviceMesh.from_group([sharing, layers], device.type, mesh=rows, mesh_dim_names=("data", "tensor"))
 
 
 def _leave_where_they_are() -> None:

@@ -377,7 +377,7 @@ def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], kee
     """What row-wise layers are given in a call of a module, and what it returns, with its layers cut or whole."""
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     given: list[Tensor] = []
-    with plain(part, keeps_cut), buffers_kept(list(part.buffers()), always=True):
+    with plain(part, keeps_cut), buffers_kept(list(part.buffers())):
         hooks = [one.register_forward_pre_hook(lambda _, args: given.append(args[0]), prepend=True) for one in row_wise]
         try:
             for owner, name, parameter in own:

@@ -85,7 +85,7 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     return StepGradients(
         stepped=own + [local(gradient) for gradient in _gradients(distributed)] + replicated,
         counted=(own if counts_own else [])
-        + [local(gradient) for gradient in _gradients(one for one in distributed if _is_counted(one))]
+        + [local(gradient) for gradient in _gradients(one for one in distributed if is_counted(one))]
         + (replicated if counts_replicated else []),
         # 16-bit sums would overflow.
         dtype=torch.float64 if any(p.dtype in _64_BITS for p in parameters) else torch.float32,
@@ -94,16 +94,18 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     )
 
 
-def _is_counted(parameter: DTensor) -> bool:
-    """Whether this rank counts its shard of a parameter. Others may hold the same elements."""
+def is_counted(parameter: Tensor, first: int = 0) -> bool:
+    """Whether this rank counts its part of a parameter. Others may hold the same elements, among them ``first``."""
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == first
     mesh = parameter.device_mesh
     is_replicated = [placement.is_replicate() for placement in parameter.placements]
-    return _holds_first_copy(mesh) and not any(map(operator.mul, is_replicated, mesh.get_coordinate() or ()))
+    return _has(mesh, first) and not any(map(operator.mul, is_replicated, mesh.get_coordinate() or ()))
 
 
 @functools.cache
-def _holds_first_copy(mesh: DeviceMesh) -> bool:
-    return 0 in mesh.mesh
+def _has(mesh: DeviceMesh, rank: int) -> bool:
+    return rank in mesh.mesh
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

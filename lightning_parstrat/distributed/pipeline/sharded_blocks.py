@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,7 +20,7 @@ from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.comm.agreement import any_rank_for_each
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
-from lightning_parstrat.distributed.fsdp.sharding import refuse_uses
+from lightning_parstrat.distributed.fsdp.sharding import mesh_of, refuse_uses
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.tensor_plan import find_plan
 from lightning_parstrat.distributed.fsdp.units import can_be_sharded
@@ -65,7 +64,9 @@ class ShardedBlocks:
     ) -> None:
         self._module, self._grid, self._device = module, grid, device
         _refuse(module, blocks, grid)
-        self._mesh = _mesh_of(grid, group, device)
+        rank = dist.get_rank(group)
+        sharing, layers = (subgroup(group, one(rank)) for one in (grid.with_other_data, grid.sharing_layers))
+        self._mesh = mesh_of(sharing, layers, device)
         self.originals = {name: block for name, block in blocks.items() if name in own}
         """The blocks by their names. They have no values."""
         self.copies: dict[str, nn.Module] = {}
@@ -219,26 +220,6 @@ class ShardedBlocks:
 
 
 _SIMPLE = (bool, int, float, str, Tensor, type(None))
-
-
-def is_counted(parameter: Tensor, grid: Grid, rank: int) -> bool:
-    """Whether a rank counts its part of a parameter of its stage: each element is counted once. Not collective."""
-    names: Any = ()
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        names = mesh.mesh_dim_names or ()
-        if any(place.is_replicate() and mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements)):
-            return False
-    is_first_column = "tensor" in names or rank % grid.tensor == 0
-    return is_first_column and ("data" in names or grid.data_rank(rank) == 0)
-
-
-def _mesh_of(grid: Grid, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The ranks of this rank's stage: those with other data, by those that share its layers. Collective among them."""
-    rank = dist.get_rank(group)
-    groups = [subgroup(group, grid.with_other_data(rank)), subgroup(group, grid.sharing_layers(rank))]
-    rows = torch.tensor([grid.sharing_layers(one) for one in grid.with_other_data(rank)])
-    return DeviceMesh.from_group(groups, device.type, mesh=rows, mesh_dim_names=("data", "tensor"))
 
 
 def _refuse(module: nn.Module, blocks: Mapping[str, nn.Module], grid: Grid) -> None:
