@@ -89,7 +89,14 @@ def metrics_of_schedulers(trainer: Trainer) -> dict[str, Any]:
 def epoch_ends(trainer: Trainer) -> bool:
     """Whether an epoch ends now, or with the validation that runs now. Schedulers that use a metric step then."""
     epochs = trainer.fit_loop.epoch_progress.current
-    return epochs.completed < epochs.processed or (trainer.validating and epoch_is_over(trainer))
+    has_ended = epochs.completed < epochs.processed and not stops_within_epoch(trainer)
+    return has_ended or (trainer.validating and epoch_is_over(trainer))
+
+
+def stops_within_epoch(trainer: Trainer) -> bool:
+    """Whether a fit ends before an epoch's last batch, by ``max_steps`` or ``should_stop``."""
+    is_asked = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+    return is_asked and not epoch_is_over(trainer)
 
 
 def step_plateaus(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
@@ -122,15 +129,17 @@ def next_epoch(trainer: Trainer) -> int:
     return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
 
 
-def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer) -> None:
+def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer, within_epoch: bool) -> None:
     """Makes Lightning count an epoch once that had ended before the save. With ``max_steps``, it ends that epoch again.
 
     Args:
         fit_loop: The loop's state, which is about to be loaded.
         trainer: The Trainer.
+        within_epoch: Whether the training that was saved had stopped within the epoch, and continues there.
     """
     epochs = fit_loop["epoch_progress"]
-    if trainer.max_steps != -1 and epochs["total"]["processed"] == epochs["total"]["ready"] > 0:
+    ends_again = trainer.max_steps != -1 or within_epoch
+    if ends_again and epochs["total"]["processed"] == epochs["total"]["ready"] > 0:
         for counters in (epochs["total"], epochs["current"]):
             counters["processed"] -= 1
             counters["completed"] = counters["processed"]

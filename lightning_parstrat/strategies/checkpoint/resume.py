@@ -42,6 +42,7 @@ from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     next_epoch,
     set_back,
     step_plateaus,
+    stops_within_epoch,
     validate_or_pass_over,
 )
 from lightning_parstrat.strategies.data.places import (
@@ -163,7 +164,7 @@ class Resume(Part):
             for counters in (progress["total"], progress["current"]):
                 counters["completed"] = counters["processed"]
         if trainer is not None and "loops" in checkpoint:
-            count_ended_epoch_once(checkpoint["loops"]["fit_loop"], trainer)
+            count_ended_epoch_once(checkpoint["loops"]["fit_loop"], trainer, saved["within_epoch"])
         self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:
@@ -384,7 +385,8 @@ class Resume(Part):
             # The epoch was resumed at the end of one loader, and no batch was drawn from the others.
             draw_from_all_loaders(self._trainer)
         self._trained_before = None
-        self._has_iterators, self._is_due = False, None
+        # If a fit stops within an epoch, Lightning ends the epoch, too. It is resumed where it stopped.
+        self._has_iterators, self._is_due = stops_within_epoch(self._trainer), None
         end_resumed_epoch(self._trainer, self._metrics)
         self._metrics = {}
 

@@ -104,6 +104,45 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(pool: RankPool, tmp_path: P
     assert pool.run(ranks, resumed, str(tmp_path), names, "twice" in which, timeout=400) == [{}] * ranks
 
 
+class Stops(Callback):
+    """Asks for the end of a fit after some batches."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.epoch_loop.batch_progress.total.processed == 7
+
+
+def saved_at_an_early_end(folder: str, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    stops: dict[str, tuple[list[Callback], dict[str, Any]]] = {
+        "steps": ([], {"max_steps": 3}),
+        "asked": ([Stops()], {}),
+    }
+    for name in names:
+        expected = fit(ROWS[name], 0)
+        counted = {"max_steps": expected.counts[-1], "max_epochs": -1}
+        for how, (callbacks, arguments) in stops.items():
+            place = f"{folder}/{name}, {how}"
+            saves = Saves(place, (), ("on_train_epoch_end",))
+            trainer, module = trainer_and_module(ROWS[name], 0, *callbacks, saves, **arguments)
+            with workers_allowed():
+                trainer.fit(module, ROWS[name].make(), loader(8) if "twice" in name else None)
+            trainer.save_checkpoint(f"{place}/after.ckpt")
+            batches = len(module.seen)
+            assert batches == (3 if how == "steps" else 7)
+            ends = {list(saves.saved)[-1]: batches, "after": batches}
+            for row in (ROWS[name], ROWS[name]._replace(arguments={**ROWS[name].arguments, **counted})):
+                found.update(differences(place, row, expected, ends))
+    return found
+
+
+EARLY = ("shuffled", "workers", "no length", "twice an epoch", "stateful")
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "shuffled", EARLY))
+def test_a_training_that_stops_within_an_epoch_goes_on_there(pool: RankPool, tmp_path: Path, name: str) -> None:
+    assert pool.run(2, saved_at_an_early_end, str(tmp_path), [name]) == [{}] * 2
+
+
 class FailedError(Exception):
     """Ends a training, and is caught."""
 
