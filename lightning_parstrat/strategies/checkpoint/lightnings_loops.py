@@ -129,16 +129,16 @@ def next_epoch(trainer: Trainer) -> int:
     return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
 
 
-def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer, within_epoch: bool) -> None:
+def count_ended_epoch_once(fit_loop: Mapping[str, Any], trainer: Trainer, stopped_within: bool) -> None:
     """Makes Lightning count an epoch once that had ended before the save. With ``max_steps``, it ends that epoch again.
 
     Args:
         fit_loop: The loop's state, which is about to be loaded.
         trainer: The Trainer.
-        within_epoch: Whether the training that was saved had stopped within the epoch, and continues there.
+        stopped_within: Whether the training that was saved had stopped within the epoch, and continues there.
     """
     epochs = fit_loop["epoch_progress"]
-    ends_again = trainer.max_steps != -1 or within_epoch
+    ends_again = trainer.max_steps != -1 or stopped_within
     if ends_again and epochs["total"]["processed"] == epochs["total"]["ready"] > 0:
         for counters in (epochs["total"], epochs["current"]):
             counters["processed"] -= 1

@@ -164,7 +164,7 @@ class Resume(Part):
             for counters in (progress["total"], progress["current"]):
                 counters["completed"] = counters["processed"]
         if trainer is not None and "loops" in checkpoint:
-            count_ended_epoch_once(checkpoint["loops"]["fit_loop"], trainer, saved["within_epoch"])
+            count_ended_epoch_once(checkpoint["loops"]["fit_loop"], trainer, saved.get("stops_within_epoch", False))
         self._saved, self._followed = {**saved, "validation_is_due": is_due}, 0
         own, ranks = self._own, len(saved["ranks"])
         if ranks and own is None:
@@ -480,6 +480,7 @@ class Resume(Part):
             "within_epoch": point.within_epoch,
             "validation_is_due": point.validation_is_due,
             "epoch_ends": epoch_ends(trainer),
+            "stops_within_epoch": stops_within_epoch(trainer),
             "stepped": self._stepped,
         }
         loops = set_back(checkpoint["loops"], trainer, states_in(point.places), _trained(trainer) - point.trained)
