@@ -155,6 +155,15 @@ class Compiled(Model):
         self.embed = torch.compile(self.embed, backend=backend)
 
 
+class Stops(Model):
+    """Asks for the end of the fit after the blocks, in the second epoch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.should_stop = self.current_epoch == 1 and batch_idx == 1
+        return loss
+
+
 class HeadFirst(Model):
     """The head was registered before the blocks."""
 

@@ -74,6 +74,7 @@ from tests.strategies.pipelines import (
     Planned,
     Recomputes,
     SharesLayer,
+    Stops,
     TiedAtTimes,
     Unfreezes,
     UnfreezesOnly,
@@ -124,6 +125,7 @@ CASES = {
     "1f1b": Case(ranks=(1, 2, 3, 4)),
     "clipped": Case(trainer=CLIP, ranks=(2, 4)),
     "head first": Case(HeadFirst),
+    "stops": Case(Stops),
     "leaves out": Case(LeavesOut),
     "accumulated": Case(trainer={**CLIP, **WINDOW}),
     "lengths": Case(Lengths, ranks=(2, 3)),
@@ -966,6 +968,14 @@ class FreezesAtTheEnd(Model):
         return loss
 
 
+class SetsRateAtTheEnd(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + self.global_step)
+        return loss
+
+
 class UsesInManyPlaces(Model):
     """A matrix is used before the blocks, after them and in the loss, and so is a number."""
 
@@ -1052,6 +1062,7 @@ REFUSED = {
     "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
     "backward hooks": Refused(HooksBackward, r"A backward hook is registered on 'blocks\.1'"),
     "freezes at the end": Refused(FreezesAtTheEnd, "A step has set `requires_grad` after the last block of a stage"),
+    "a rate at the end": Refused(SetsRateAtTheEnd, "A step has set a number of an optimizer's group, such as"),
     "in many places, split": Refused(UsesInManyPlaces, "splits backwards, and torch fails", {"schedule": "zbv"}),
     "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),

@@ -58,6 +58,8 @@ class _Told(NamedTuple):
         calls: From there, what it has logged.
         buffers: See :meth:`Differences.changed_buffers`.
         trained: Which parameters are trained from now on.
+        settings: What the step has set in groups of optimizers.
+        stops: Whether the fit is to end.
     """
 
     fault: str | None
@@ -66,6 +68,8 @@ class _Told(NamedTuple):
     calls: list[_Call]
     buffers: dict[str, float]
     trained: int
+    settings: int
+    stops: bool
 
 
 class PipelineSteps:
@@ -102,6 +106,7 @@ class PipelineSteps:
         """Whether a step has shown which rank holds what is in no block."""
         self._shapes: dict[Any, list[Any]] = {}
         self._trained = 0
+        self._settings_before: list[Any] = []
         self._differences = Differences(self._module, parts.own_blocks, pipeline, micro_batches)
         self._warned = set[str]()
 
@@ -176,6 +181,7 @@ class PipelineSteps:
         kind = name.removesuffix("ing_step").removesuffix("idation_step").removesuffix("_step")
         context = getattr(plugin, f"{kind}_step_context")
         self._differences.begin(name)
+        self._settings_before = self._settings()
 
         def step(number: int, is_last: bool) -> Any:
             with taken.taking(number, is_last), context(), self._differences.watching(number, is_last):
@@ -278,7 +284,7 @@ class PipelineSteps:
         except Exception as error:
             self._pipeline.fault = self._pipeline.fault or error
         fault = self._pipeline.fault
-        ends = self._pipeline.is_last
+        ends, settings = self._pipeline.is_last, self._settings()
         own = _Told(
             None if fault is None else repr(fault),
             [*self._differences.lines(no_mean)],
@@ -286,6 +292,8 @@ class PipelineSteps:
             calls if ends else [],
             self._differences.changed_buffers(),
             self._number_of_trained(),
+            digest(settings) if settings != self._settings_before else 0,
+            self._strategy.lightning_module.trainer.should_stop,
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
@@ -296,6 +304,13 @@ class PipelineSteps:
                 "A step has set `requires_grad` after the last block of a stage. Other ranks do not see that. Set it"
                 " in a hook, such as `on_train_batch_start`, or at the beginning of the step."
             )
+        if len({one.settings for one in told}) > 1:
+            raise PipelineError(
+                "A step has set a number of an optimizer's group, such as the learning rate, after the first block."
+                " Other ranks do not see that. Set it in a hook, such as `on_train_batch_end`, which runs on all ranks."
+            )
+        if any(one.stops for one in told):
+            self._strategy.lightning_module.trainer.should_stop = True
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
@@ -303,6 +318,13 @@ class PipelineSteps:
 
     def _number_of_trained(self) -> int:
         return digest([one.requires_grad for one in self._module.parameters()])
+
+    def _settings(self) -> list[Any]:
+        """The numbers in groups of optimizers. Tensors of a device would make the host wait."""
+        groups = [group for one in self._strategy.optimizers for group in one.param_groups]
+        return [
+            [(key, value) for key, value in one.items() if isinstance(value, (int, float, tuple))] for one in groups
+        ]
 
     def _raise(self, own: Exception | None, faults: Sequence[str | None]) -> None:
         reason = PipelineError.__name__
