@@ -95,7 +95,12 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
 
 
 def is_counted(parameter: Tensor, first: int = 0) -> bool:
-    """Whether this rank counts its part of a parameter. Others may hold the same elements, among them ``first``."""
+    """Whether this rank counts its part of a parameter. If several ranks hold the same elements, one of them does.
+
+    Args:
+        parameter: The parameter, or this rank's view of it.
+        first: The rank that counts, or whose mesh does. It is the first of those that hold the parameter.
+    """
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == first
     mesh = parameter.device_mesh

@@ -293,7 +293,7 @@ class PipelineSteps:
             self._differences.changed_buffers(),
             self._number_of_trained(),
             digest(settings) if settings != self._settings_before else 0,
-            self._strategy.lightning_module.trainer.should_stop,
+            self._module.trainer.should_stop,
         )
         told: list[_Told] = all_gather_object(own, self._control)
         self._raise(fault, [one.fault for one in told])
@@ -310,7 +310,7 @@ class PipelineSteps:
                 " Other ranks do not see that. Set it in a hook, such as `on_train_batch_end`, which runs on all ranks."
             )
         if any(one.stops for one in told):
-            self._strategy.lightning_module.trainer.should_stop = True
+            self._module.trainer.should_stop = True
         for line in dict.fromkeys(line for one in told for line in one.lines if line not in self._warned):
             rank_zero_warn(line)
             self._warned.add(line)
