@@ -89,9 +89,14 @@ def of_others(name: str, **arguments: Any) -> Callable[[Any], Optimizer]:
 CLIP = {"gradient_clip_val": 0.05}
 DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
+TWICE = {"max_epochs": 2}
+MEETING = {"shard_group": 1, "outer_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+"""Groups of one rank whose meetings are steps of SGD by the mean gradient."""
 DENSE = "Use `sparse=False`"
 MIXED = "mixed torch.Tensor and DTensor"
 FORGETS = "torch forgets what is assigned to `data` of a shard"
+# The first forward of what is added to ddp_tuned is by each rank's own values.
+ADDED: dict[str, Any] = {"zero3": "but was not in the module", "ddp_tuned": None}
 DIFFERENT = "The ranks have called different modules in a training step"
 ROUNDED = "A parameter of '{}' was written to while it was gathered in bf16"
 HELD = "through an object from before the training"
@@ -254,6 +259,17 @@ CASES = {
     "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
     "groups added": Case(odd.GroupsAdded),
     "groups edited in place": Case(odd.GroupsEdited),
+    # By another process's numbers: what is added begins with rank 0's.
+    "a new head": Case(odd.GetsHead, plain_sgd, trainer=TWICE, **ADDED),
+    "a new head, in an old group": Case(odd.GetsHeadInItsGroup, plain_sgd, trainer=TWICE, **ADDED),
+    "a new head, many optimizers look": Case(odd.GetsHead, odd_optimizers.GloballyScaled, trainer=TWICE, **ADDED),
+    "a new head, in groups that meet": Case(
+        odd.GetsHead, plain_sgd, trainer=TWICE, world_sizes=(2,), strategy=MEETING, zero2=None, **ADDED
+    ),
+    "a layer moves to another optimizer": Case(odd.MovesLayer, oracle="ddp", trainer=TWICE, world_sizes=(2, 3)),
+    "a layer joins another optimizer": Case(odd.SharesLayer, oracle="ddp", trainer=TWICE, world_sizes=(2, 3)),
+    "schedulers from before and within": Case(odd.Scheduled, oracle="ddp", trainer={"validate": True}),
+    "a step within a compiled function": Case(odd.CompilesItsStep, oracle="ddp"),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.
     # In double precision: Muon rounds gradients to bf16, where the order of a sum in fp32 may decide.

@@ -185,6 +185,34 @@ class CompilesLater(MLP):
         return loss + 0.01 * sum(map(self.penalty, self.parameters())) if batch_idx >= 3 else loss
 
 
+class CompilesItsStep(MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        self.compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        return optimizer
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        self.compiled()
+
+
+class Scheduled(MLP):
+    """Schedulers from before the strategy sees the optimizer, and one from when it is trained."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        self.late = torch.optim.lr_scheduler.StepLR(self.trainer.optimizers[0], 3, gamma=0.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert type(self.trainer.optimizers[0]) is self.trainer.optimizers[0].__class__ is torch.optim.Adam
+        self.late.step()
+
+
 class HoldsViews(MLP):
     """Holds what it once detached; under DDP that is the parameters' memory."""
 
@@ -303,6 +331,55 @@ class GroupsAdded(MLP):
             optimizer.add_param_group({"params": list(self.net[2].parameters()), "lr": 0.02})
         if batch_idx == 4:
             optimizer.param_groups[0]["params"].extend(self.net[4].parameters())
+
+
+class GetsHead(MLP):
+    """In every epoch its head is replaced by another one, each rank's by its own random numbers, as without a seed."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.draw_seed())
+                self.net[4] = nn.Linear(17, 1, device=self.device)
+            self.add_to_optimizer(list(self.net[4].parameters()))
+
+    def draw_seed(self) -> int:
+        return self.global_rank
+
+    def add_to_optimizer(self, added: list[Tensor]) -> None:
+        self.trainer.optimizers[0].add_param_group({"params": added})
+
+
+class GetsHeadInItsGroup(GetsHead):
+    def add_to_optimizer(self, added: list[Tensor]) -> None:
+        self.trainer.optimizers[0].param_groups[0]["params"] += added
+
+
+class MovesLayer(MLP):
+    """A layer leaves an optimizer for another one, or joins it as well; each steps after a backward of its own."""
+
+    automatic_optimization = False
+    leaves = True
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:4].parameters(), 0.05, 0.9), torch.optim.SGD(self.net[4].parameters(), 0.05)]
+
+    def on_train_epoch_start(self) -> None:
+        first, second = self.trainer.optimizers
+        if self.current_epoch == 1:
+            second.add_param_group({"params": list(self.net[2].parameters()), "momentum": 0.9})
+            if self.leaves:
+                first.param_groups[0]["params"] = list(self.net[0].parameters())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.compute_loss(batch))
+            optimizer.step()
+
+
+class SharesLayer(MovesLayer):
+    leaves = False
 
 
 class GroupsEdited(MLP):

@@ -81,21 +81,9 @@ class GetsTeacher(zoo.MLP):
         return super().training_step(batch, batch_idx) + 0.1 * (self.net(batch) - target).pow(2).mean()
 
 
-class GetsHead(zoo.MLP):
-    """In every epoch its head is replaced by another one, each rank's by its own random numbers, as without a seed."""
-
-    seed_by_rank = True
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx == 4:
-            with torch.random.fork_rng():
-                torch.manual_seed(dist.get_rank() if self.seed_by_rank else 3)
-                self.net[4] = nn.Linear(17, 1)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net[4].parameters())})
-
-
-class GetsSameHead(GetsHead):
-    seed_by_rank = False
+class GetsSameHead(odd.GetsHead):
+    def draw_seed(self) -> int:
+        return 3
 
 
 class LosesLayer(zoo.MLP):
@@ -294,7 +282,7 @@ def test_what_is_trained_is_averaged(pool: RankPool, name: str) -> None:
 
 
 def train_a_new_head() -> list[tuple[float, bool]]:
-    runs = [train(lambda: GetsHead(), TunedDDPStrategy(**flags)) for flags in ({}, UNUSED)]
+    runs = [train(lambda: odd.GetsHead(), TunedDDPStrategy(**flags)) for flags in ({}, UNUSED)]
     return [(apart(run), bool(run.parameters[-1][-1].any())) for run in runs]
 
 

@@ -8,41 +8,11 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP64
 from tests.strategies.parity import by_flag, ddp, train, zero1
-
-
-class Scheduled(zoo.MLP):
-    """Schedulers from before the strategy sees the optimizer, and one from when it is trained."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-4)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_train_start(self) -> None:
-        self.late = torch.optim.lr_scheduler.StepLR(self.trainer.optimizers[0], 3, gamma=0.5)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        assert type(self.trainer.optimizers[0]) is self.trainer.optimizers[0].__class__ is torch.optim.Adam
-        self.late.step()
-
-
-def scheduled_as_under_ddp() -> None:
-    expected, actual = (train(Scheduled, one(), validate=True) for one in (ddp, by_flag))
-    assert is_sharded(actual.trainer.optimizers[0])
-    # Of two ranks' gradients there is one sum: bit for bit.
-    assert_same(actual.parameters, expected.parameters)
-    assert_same(actual.losses, expected.losses)
-
-
-def test_schedulers_find_the_user_s_optimizer(pool: RankPool) -> None:
-    pool.run(2, scheduled_as_under_ddp)
 
 
 class ByWrapper(zoo.MLP):
@@ -100,24 +70,3 @@ def by_wrapper(make: type[ByWrapper], strategy: Callable[[], Any]) -> None:
 def test_lightning_s_wrapper_does_what_the_optimizer_does(pool: RankPool) -> None:
     for make, strategy in ((ByWrapper, by_flag), (ReturnsAWrapper, zero1)):
         pool.run(2, by_wrapper, make, strategy)
-
-
-class CompilesItsStep(zoo.MLP):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        self.compiled = torch.compile(lambda: optimizer.step(), backend="eager")
-        return optimizer
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        closure()
-        self.compiled()
-
-
-def compiled_step() -> None:
-    expected, actual = (train(CompilesItsStep, one()) for one in (ddp, zero1))
-    assert is_sharded(actual.trainer.optimizers[0])
-    assert_same(actual.parameters, expected.parameters)
-
-
-def test_a_step_within_a_compiled_function_is_sharded(pool: RankPool) -> None:
-    pool.run(2, compiled_step)

@@ -71,6 +71,7 @@ ARRIVE_IN_THE_STEP = {
     "closure twice",
     "globally scaled",
     "globally scaled, hidden gan",
+    "a new head, many optimizers look",
     "has modes",
     "keeps its own list",
     "lbfgs",
@@ -93,6 +94,7 @@ ALSO = {
     ("unused", "by flag"),
     ("memory shared without being tied", "small buckets"),
     ("toggling, many buckets", "in shards"),
+    ("a new head", "in shards"),
 }
 # Steps that are left out need no parameters.
 SKIPS = "fp16 autocast, a scale so large that steps are skipped"
