@@ -196,6 +196,7 @@ CASES = {
     # Parameters of all kinds.
     "memory shared without being tied": Case(odd.SharedMemory, trainer=CLIP, oracle="ddp"),
     "a parameter that cannot train": Case(odd.NeverTrained),
+    "a buffer with strides": Case(odd.StridedBuffer, oracle="ddp"),
     "layouts": Case(odd.Layouts, trainer=CLIP),
     "several dtypes": Case(odd.SeveralDtypes, trainer=CLIP),
     "reused under checkpoints": Case(
@@ -306,6 +307,8 @@ CASES = {
     "shards: graphs are kept": of_shards(for_shards.KeepsGraphs),
     "shards: held weakly": of_shards(for_shards.KeepsWeakly),
     "shards: a result multiplied by 0 on a rank": of_shards(for_shards.Skips),
+    "shards: a hook before backward": of_shards(for_shards.LooksBeforeBackward, ROOT, optimizer=plain_sgd),
+    "shards: names that ddp ignores": of_shards(for_shards.KeepsItsOwn),
     "shards: written, units": of_shards(for_shards.Teaches, UNITS),
     "shards: written, units stay": of_shards(for_shards.Teaches, {**UNITS, **STAY}),
     "shards: written by data.mul_(), root": of_shards(for_shards.by_way("by data.mul_()"), ROOT),
@@ -352,6 +355,9 @@ CASES = {
     "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),
     "shards: other backwards, accumulated": of_shards(for_shards.Drops, zero3=DIFFERENT, trainer=WINDOW),
     "shards: other modules without gradients": of_shards(for_shards.CallsWithoutGradients, zero3=DIFFERENT),
+    "shards: called with other parameters": of_shards(
+        for_shards.CallsWithOthers, ONE_BY_ONE, zero3="is another tensor than the parameter"
+    ),
     "shards: held": of_shards(for_shards.Holds, ROOT, zero3=HELD),
     "shards: held, between steps": of_shards(for_shards.ReadsBetween, ROOT, zero3=HELD),
     "shards: held by an optimizer": of_shards(for_shards.MadeEarly, zero3=HELD),

@@ -264,6 +264,33 @@ class Normalised(zoo.Zoo):
         return self.head(self.norm(batch)).square().mean()
 
 
+class LooksBeforeBackward(zoo.MLP):
+    """A hook runs before backward. The step calls the module itself, and reads a weight between its calls."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        return loss * (1 + next(self.parameters()).detach().square().sum()) + self(2 * batch).mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen = next(self.parameters()).shape
+
+
+class KeepsItsOwn(zoo.MLP):
+    """Has a parameter and a buffer of the rank's own."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.full((2,), float(dist.get_rank())), requires_grad=False)
+        self.register_buffer("mine", self.scale.detach() + 1)
+        self._ddp_params_and_buffers_to_ignore = ["scale", "mine"]
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) * (self.scale + self.mine).sum()
+
+
 # The meta device: the values are rank 0's, wherever rank 0 has them from. Ranks are seeded differently.
 
 
@@ -402,6 +429,14 @@ class CallsWithoutGradients(Skips):
         with torch.no_grad():
             target = self.blocks[1 + dist.get_rank()](batch)
         return (self.blocks[0](batch) - target).square().mean()
+
+
+class CallsWithOthers(zoo.MLP):
+    """A block is called with other parameters than its own."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        doubled = {name: 2 * parameter for name, parameter in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, doubled, (batch,)).square().mean()
 
 
 # Held parameters, and writes within a step.

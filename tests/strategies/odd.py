@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,6 +49,17 @@ class NeverTrained(MLP):
     def build(self) -> None:
         super().build()
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+class StridedBuffer(MLP):
+    """A buffer that is a part of another tensor, and begins with other values on each rank."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("table", torch.arange(12.0)[::2] + 100 * dist.get_rank())
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) * self.table.sum() / 30
 
 
 class SharedParameter(StepsByHand, MLP):

@@ -3,7 +3,6 @@
 What it trains, and what it cannot train, is in ``cases.py``.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,41 +259,6 @@ def test_nodes_hold_a_copy_each(pool: RankPool, group: str, copies: int) -> None
         assert difference <= FP32 and seen == copies
 
 
-class StridedBuffer(zoo.MLP):
-    def build(self) -> None:
-        super().build()
-        self.register_buffer("table", torch.arange(12.0)[::2] + 100 * dist.get_rank())
-
-
-def buffer_of(strategy: Any) -> list[float]:
-    return train(StridedBuffer, strategy).module.table.tolist()
-
-
-@pytest.mark.parametrize("make", [zero3, by_flag])
-def test_buffers_with_strides_are_rank_0s(pool: RankPool, make: Any) -> None:
-    assert pool.run(2, buffer_of, make()) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
-
-
-class KeepsItsOwn(zoo.MLP):
-    """With a parameter and a buffer of the rank's own."""
-
-    def build(self) -> None:
-        super().build()
-        self.scale = nn.Parameter(torch.full((2,), float(dist.get_rank())), requires_grad=False)
-        self.register_buffer("mine", self.scale.detach() + 1)
-        self._ddp_params_and_buffers_to_ignore = ["scale", "mine"]
-
-
-def own_values(strategy: Any) -> list[float]:
-    module: Any = train(KeepsItsOwn, strategy).module
-    return [*module.scale.tolist(), *module.mine.tolist()]
-
-
-@pytest.mark.parametrize("make", [zero3, ddp])
-def test_names_that_ddp_ignores_keep_each_ranks_values(pool: RankPool, make: Any) -> None:
-    assert pool.run(2, own_values, make()) == [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0]]
-
-
 class Vocabulary(nn.Module):
     def __init__(self, is_tied: bool) -> None:
         super().__init__()
@@ -313,46 +277,3 @@ def test_very_large_layers_are_units_unless_they_are_tied() -> None:
     # By name, with the module's name or without.
     for name in ("Linear", "torch.nn.modules.linear.Linear"):
         assert apart.head in find_units(apart, {name}, MIN_NUM_PARAMS, False)
-
-
-class CallsWithOthers(zoo.MLP):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        doubled = {name: 2 * parameter for name, parameter in self.net.named_parameters()}
-        return torch.func.functional_call(self.net, doubled, (batch,)).square().mean()
-
-
-def error_of_call() -> str:
-    strategy = ZeRO3Strategy(auto_wrap_policy={nn.Linear})
-    try:
-        make_trainer(strategy, max_epochs=1).fit(CallsWithOthers(), zoo.loader(8, 2))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_block_that_is_called_with_other_parameters_raises(pool: RankPool) -> None:
-    for error in pool.run(2, error_of_call):
-        assert "is another tensor than the parameter" in error and "functional_call" in error, error
-
-
-class LooksBeforeBackward(zoo.MLP):
-    """A hook runs before backward. The step calls the module itself, and reads a weight between its calls."""
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.net(batch)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self(batch).square().mean()
-        return loss * (1 + next(self.parameters()).detach().square().sum()) + self(2 * batch).mean()
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.seen = next(self.parameters()).shape
-
-
-def compare_looking() -> float:
-    module = partial(LooksBeforeBackward, partial(torch.optim.SGD, lr=0.05))
-    return largest_difference(train(module, ZeRO3Strategy()), train(module, ddp()))
-
-
-def test_a_hook_before_backward_leaves_weights_whole_within_the_step(pool: RankPool) -> None:
-    assert max(pool.run(2, compare_looking)) <= FP32

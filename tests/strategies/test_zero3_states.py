@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.pool import RankPool
-from tests.scripts import run_script
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
@@ -358,24 +358,15 @@ def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
         assert_same((losses, weights), (expected[0][-len(losses) :], expected[1]), **CLOSE)
 
 
-WITHOUT_GROUP = """
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-trainer = Trainer(accelerator="cpu", devices=1, strategy="zero3_custom", max_steps=2, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(BoringModel())
-torch.distributed.destroy_process_group()
-try:
-    with trainer.strategy.full_parameters():
-        pass
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+def without_group() -> None:
+    strategy = train(zoo.MLP, zero3(), max_steps=1).trainer.strategy
+    dist.destroy_process_group()
+    with pytest.raises(
+        MisconfigurationException, match=r"`full_parameters\(\)` was called when the process group had been"
+    ):
+        with strategy.full_parameters():
+            pass
 
 
-@pytest.mark.slow
-def test_whole_parameters_are_refused_without_a_group(tmp_path: Path) -> None:
-    refused = "MisconfigurationException `full_parameters()` was called when the process group had been destroyed"
-    assert refused in run_script(WITHOUT_GROUP, tmp_path)
+def test_whole_parameters_are_refused_without_a_group(own_pool: RankPool) -> None:
+    own_pool.run(1, without_group)
