@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,35 +23,41 @@ from tests.strategies.parity import by_flag, ddp, largest_difference, make_train
 from tests.strategies.test_report import listening
 
 ROWS = 3
-MAKERS: dict[str, Callable[..., Any]] = {"zero1_custom": by_flag, "zero3_custom": zero3}
+zero2 = partial(by_flag, shard_gradients=True)
+MAKERS: dict[str, Callable[..., Any]] = {"zero1_custom": by_flag, "zero3_custom": zero3, "zero2_custom": zero2}
+WITHOUT_MASTERS = {"master_weights": False}
 
 
 class Sums(LightningModule):
-    """The gradient of each row is large on one rank, and 1 on the others: a sum in bf16 would drop the ones."""
+    """The gradient of each row is large on one rank, in the first micro-batch: a sum in bf16 would drop the others."""
 
-    def __init__(self, large: float) -> None:
+    def __init__(self, large: float, other: float) -> None:
         super().__init__()
-        self.large = large
+        self.large, self.other = large, other
         self.layer = nn.Linear(4, ROWS, bias=False)
         nn.init.zeros_(self.layer.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        factors = torch.ones(ROWS, 1)
-        factors[dist.get_rank()] = self.large
+        factors = torch.full((ROWS, 1), self.other)
+        if batch_idx == 0:
+            factors[dist.get_rank()] = self.large
         return (self.layer.weight * factors.to(self.layer.weight.dtype)).sum()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def stepped(flag: str, arguments: dict[str, Any], large: float, precision: str) -> list[float]:
+def stepped(
+    flag: str, arguments: dict[str, Any], large: float, precision: str, other: float = 1.0, accumulate: int = 1
+) -> list[float]:
     """The values of a parameter after one step."""
-    run = train(lambda: Sums(large), MAKERS[flag](**arguments), precision=precision, max_steps=1)
+    more: dict[str, Any] = {"precision": precision, "max_steps": 1, "accumulate_grad_batches": accumulate}
+    run = train(lambda: Sums(large, other), MAKERS[flag](**arguments), **more)
     return whole(run.module.layer.weight.detach()).unique().tolist()  # type: ignore[operator,union-attr]
 
 
 # 257 is rounded to 256 in bf16. 256 + 1 + 1 is 258 in fp32, and 256 in bf16 by most orders.
-SUMS: list[tuple[str, dict[str, Any], float, str, float]] = [
+SUMS: list[tuple[Any, ...]] = [
     ("zero3_custom", {}, 257.0, "32-true", 259 / 3),
     ("zero3_custom", {"comm_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
     ("zero1_custom", {"comm_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
@@ -58,6 +65,10 @@ SUMS: list[tuple[str, dict[str, Any], float, str, float]] = [
     ("zero3_custom", {"comm_dtype": "fp32"}, 256.0, "bf16-true", 258 / 3),
     ("zero3_custom", {"shard_gradients": False}, 256.0, "bf16-true", 258 / 3),
     ("zero1_custom", {}, 256.0, "bf16-true", 258 / 3),
+    # Three sums of 40,000 are more than float16 has.
+    ("zero1_custom", WITHOUT_MASTERS, 40_000.0, "16-true", 40_000.0, 1, 40_000.0),
+    # Quarters of 2050 / 3 and of three ones are 171.58. Each quarter by itself is lost in 16 bits.
+    *(("zero2_custom", arguments, 2048.0, "bf16-true", 1.0, 4, 172.0) for arguments in ({}, WITHOUT_MASTERS)),
 ]
 
 
@@ -164,9 +175,12 @@ class Widening(PairwiseCollectives):
     widens = True
 
 
+WIDENING = ("zero1_custom", "zero3_custom")
+
+
 def train_between_nodes() -> list[tuple[str, list[float]]]:
     found = []
-    for flag in MAKERS:
+    for flag in WIDENING:
         with pytest.MonkeyPatch.context() as monkeypatch:
             for module in (engine, zero3_module):
                 monkeypatch.setattr(module, "make_collectives", lambda group, *_: Widening(group))
@@ -178,7 +192,7 @@ def train_between_nodes() -> list[tuple[str, list[float]]]:
 
 def test_bf16_that_would_save_nothing_is_left_out_with_a_warning(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(ROWS, train_between_nodes)):
-        for flag, (logged, values) in zip(MAKERS, found, strict=True):
+        for flag, (logged, values) in zip(WIDENING, found, strict=True):
             assert rank > 0 or f"{flag}: comm_dtype='bf16' is left out" in logged
             # Nothing is rounded.
             assert values == pytest.approx([-259 / 3], rel=1e-6)

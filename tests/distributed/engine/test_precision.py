@@ -221,18 +221,3 @@ def test_weights_changed_from_outside_are_taken_over_and_others_keep_their_bits(
     policies: list[tuple[torch.dtype, dict[str, Any]]] = [(BF16, {}), (BF16, WHOLE), (FP32, HOME)]
     for number, change in enumerate(CHANGES):
         pool.run(world_size, changed_between_steps, change, *policies[(number + world_size // 3) % len(policies)])
-
-
-def sums_that_overflow() -> list[float]:
-    module = nn.Linear(16, 16, bias=False).half()
-    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=1e-6), master_weights=False)
-    backward(engine, (module.weight * 40_000).sum())
-    engine.reducer.finish(engine.buckets)
-    owned = [slot.shard for bucket in engine.buckets for slot in bucket.slots if slot.shard is not None]
-    return [number for shard in owned for number in shard.grad.reshape(-1).tolist()]
-
-
-def test_a_mean_in_float16_is_found_where_the_sum_is_too_large(pool: RankPool) -> None:
-    # 40,000 fits, and twice as much does not.
-    for gradients in pool.run(2, sums_that_overflow):
-        assert gradients and set(gradients) == {40_000.0}

@@ -1,6 +1,8 @@
 """What backward sends and what it does not, what is in flight together, and ranks that disagree."""
 
+from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -8,7 +10,18 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.engines import LoggedCollectives, backward, layers, make_engine, perceptron, sgd, squared_error
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from tests.distributed.engines import (
+    Log,
+    LoggedCollectives,
+    backward,
+    layers,
+    log_reductions,
+    make_engine,
+    perceptron,
+    sgd,
+    squared_error,
+)
 from tests.pool import RankPool
 
 # A few samples for each rank.
@@ -111,3 +124,45 @@ def test_gradients_and_parameters_are_never_in_flight_together(pool: RankPool) -
                     in_flight.add((group, number))
                 else:
                     in_flight.discard((group, number))
+
+
+def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, tuple[int, int, int]]:
+    """What was launched and waited for; and buckets, gathers and messages."""
+    module = layers()
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    engine.accumulate_in_shards(in_shards)
+    log: Log = []
+    log_reductions(engine, log)
+    # The gradient of the input's first layer is the last thing backward computes.
+    module[0].weight.register_post_accumulate_grad_hook(lambda _: log.append(("last gradient", 0)))
+    group = engine.reducer.control.group
+    messages = small_reductions_of(group)
+    for number in range(micro_batches):
+        log.append(("forward", number))
+        with engine.reducer.no_sync() if number < micro_batches - 1 else nullcontext():
+            backward(engine, loss_of(module, number))
+    log.append(("forward", micro_batches))
+    gather = engine.gatherer.collectives.all_gather
+    with mock.patch.object(engine.gatherer.collectives, "all_gather", side_effect=gather) as gathers:
+        optimizer.step()
+    engine.gatherer.finish()
+    return log, (len(engine.buckets), gathers.call_count, small_reductions_of(group) - messages)
+
+
+def test_every_bucket_leaves_in_its_order_while_backward_runs_and_none_is_waited_for(pool: RankPool) -> None:
+    for micro_batches, in_shards in ((3, True), (3, False), (1, False)):
+        sending = micro_batches if in_shards else 1
+        for log, (buckets, gathers, messages) in pool.run(2, events_of_a_window, micro_batches, in_shards):
+            launched = [number for event, number in log if event == "launch reduce"]
+            assert launched == list(range(sending * buckets)) and gathers == buckets == 8 and messages == sending
+            begins = [log.index(("forward", number)) for number in range(micro_batches + 1)]
+            for start, stop in list(pairwise(begins))[-sending:]:
+                names = [event for event, _ in log[start:stop]]
+                first_launch = names.index("launch reduce")
+                # All but the last bucket are on their way before the last gradient is there, and none was waited for.
+                assert names[: names.index("last gradient")].count("launch reduce") >= buckets - 1
+                assert names[first_launch:].count("launch reduce") == buckets
+                assert "wait reduce" not in names[first_launch:]
+    # Without accumulation both are the same.
+    assert pool.run(2, events_of_a_window, 1, True) == pool.run(2, events_of_a_window, 1, False)

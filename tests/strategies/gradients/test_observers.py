@@ -1,6 +1,7 @@
 """Hooks and callbacks see, and change, the gradients that DDP would show."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +106,15 @@ class OnDemand(zoo.MLP):
         assert all(parameter.grad is None for parameter in self.parameters())
 
 
+class InTheMiddle(zoo.MLP):
+    """Changes what has accumulated, where it can be seen, after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        with getattr(self.trainer.strategy, "full_gradients", nullcontext)():
+            for parameter in self.parameters():
+                parameter.grad.mul_(-0.5)
+
+
 class Row(NamedTuple):
     """A training that somebody looks into, or changes.
 
@@ -114,7 +124,8 @@ class Row(NamedTuple):
         ranks: How many.
         arguments: The Trainer's.
         tolerance: Of parameters; and of gradients, relative to the whole gradient: a bias may be a sum that cancels.
-        reference: The module under DDP, if it is another one, which needs no gradients to be exposed.
+        reference: The module under DDP, which needs no gradients to be exposed. By default gradients are.
+        strategy: Its arguments.
     """
 
     module: type[zoo.Zoo]
@@ -123,6 +134,7 @@ class Row(NamedTuple):
     arguments: dict[str, Any] = {}  # noqa: RUF012
     tolerance: tuple[float, float] = (2e-5, 1e-4)
     reference: type[zoo.Zoo] | None = None
+    strategy: dict[str, Any] = {}  # noqa: RUF012
 
 
 ROWS = {
@@ -137,13 +149,19 @@ ROWS = {
     "Replaces": Row(Replaces, ranks=3),
     "on demand": Row(OnDemand, reference=Noisy),
     "on demand, one rank": Row(OnDemand, ranks=1, reference=Noisy),
+    "on demand, in windows": Row(
+        InTheMiddle,
+        arguments={"accumulate_grad_batches": 3},
+        reference=InTheMiddle,
+        strategy={"shard_gradients": True},
+    ),
 }
 
 
 def beside_ddp(name: str) -> tuple[float, float]:
     """How far parameters, and gradients that were seen, are from those under DDP."""
     row, runs, seen = ROWS[name], [], []
-    ours = zero1(expose_gradients="auto" if row.reference is None else False)
+    ours = zero1(expose_gradients="auto" if row.reference is None else False, **row.strategy)
     for module, strategy in ((row.module, ours), (row.reference or row.module, ddp())):
         watchers = [watcher for watcher in [row.watch()] if watcher is not None]
         runs.append(train(module, strategy, callbacks=watchers, **row.arguments))
