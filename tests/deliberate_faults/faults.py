@@ -104,7 +104,7 @@ core/test_layout.py
 distributed/engine/buckets.py: master weights are rounded in every step
 - take_where_changed(self.master, self.shard, self._rounded(self.master))
 + self.master.copy_(self.shard)
-distributed/engine/test_precision.py::test_trains_as_by_hand
+strategies/test_master_weights.py
 
 distributed/gradients/clipping.py: every rank counts what all ranks have
 - counts_replicated = collectives is None or collectives.rank == 0

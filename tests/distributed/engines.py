@@ -16,7 +16,6 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
-from lightning_parstrat.distributed.gradients.clipping import gradient_norm, scale_to_norm, step_gradients
 
 Log = list[tuple[str, int]]
 
@@ -74,13 +73,11 @@ def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=0.1)
-adafactor = partial(torch.optim.Adafactor, lr=0.02)
 
 
-def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def perceptron() -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
-    return module.to(dtype)
+    return nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -98,11 +95,3 @@ def backward(engine: ShardedDataParallel, loss: Tensor) -> None:
     engine.prepare_backward(loss)
     loss.backward()
     engine.end_backward()
-
-
-def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """As a strategy clips the gradients of one optimizer: the norm before. Collective."""
-    gradients = step_gradients([optimizer])
-    norm = gradient_norm(gradients, norm_type)
-    scale_to_norm(gradients, norm, max_norm)
-    return norm

@@ -66,7 +66,9 @@ FEATURES: dict[str, list[Shown]] = {
     '"bf16-true", "16-true"': [
         *trained("bf16-true", "16-true"),
         # With fp32 master weights.
-        by_test("distributed/engine/test_precision.py::test_trains_as_by_hand", zero1_custom="yes"),
+        by_test(
+            "strategies/test_master_weights.py::test_masters_are_trained_as_ddp_trains_parameters", zero1_custom="yes"
+        ),
     ],
     "element-wise optimizers (Adam, SGD, ...)": trained("mlp", "sgd", "amsgrad", "rmsprop", "foreach", "fused"),
     "Muon, Adafactor": trained("muon", "adafactor, which looks at whole matrices", "adafactor, clipped"),

@@ -94,6 +94,7 @@ def test_every_tolerance_sees_gradients_that_are_doubled_or_halved(pool: RankPoo
 # What travels in 16 bits, by strategy: it must round, and do nothing else.
 WIRES: dict[str, tuple[str, dict[str, Any]]] = {
     "reduced": ("zero1", {"comm_dtype": torch.bfloat16}),
+    "reduced, exposed": ("zero1", {"comm_dtype": "bf16", "expose_gradients": True}),
     "gathered": ("zero1", {"gather_dtype": "bf16"}),
     "gathered, whole parameters": ("zero1", {"gather_dtype": "bf16", "partition": "parameter"}),
     "both": ("zero1", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
