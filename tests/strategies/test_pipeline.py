@@ -564,25 +564,6 @@ class AddsBetween(Model):
         return self.head(self.norm(x))
 
 
-class Anneals(Block):
-    """It returns a number that changes, next to its output."""
-
-    def forward(self, x: Any) -> Any:
-        x = x[0] if isinstance(x, tuple) else x
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().forward(x), self.calls
-
-
-class ReturnsNumbers(Model):
-    block = Anneals
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x[0]))
-
-
 class PassesOn(Block):
     """It returns what it was given beside its input."""
 
@@ -738,28 +719,6 @@ class AddsUpInPlace(Model):
         return self.head(self.norm(x)) * sums.sum()
 
 
-class AddsToOwn(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.sums.total = self.sums.total + x.square().mean()
-        return super().forward(x)
-
-
-class AddsUpWithin(Model):
-    """Blocks keep an object to which they add."""
-
-    block = AddsToOwn
-
-    def build(self) -> None:
-        super().build()
-        self.sums = SimpleNamespace(total=0.0)
-        for block in self.blocks:
-            block.sums = self.sums
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        self.sums.total = torch.ones(())
-        return super().logits(tokens) * self.sums.total
-
-
 class LogsFromDictionary(Model):
     """A metric is in a dictionary, where other ranks do not find it."""
 
@@ -863,13 +822,6 @@ def fail(_: Tensor) -> None:
     raise ArithmeticError("in backward")
 
 
-class Fails(Model):
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        loss = super().compute_loss(batch)
-        raise ArithmeticError("the user's own")
-        return loss
-
-
 class ByHand(Model):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -918,16 +870,6 @@ class Choosy(Block):
 class ListsSamples(Model):
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
         return list(batch)
-
-
-class Normalizes(Model):
-    """A hook divides parameters by the norm of all."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        norm = torch.stack([one.norm() for one in self.parameters()]).norm()
-        for one in self.parameters():
-            one.div_(norm)
 
 
 class AveragesAll(Model):
@@ -1041,7 +983,6 @@ class NormedTwice(Normed):
 REFUSED = {
     "skip": Refused(Skips, r"self\.log\('val_loss', \.\.\.\)` takes what another stage computes.*through the blocks"),
     "skip, sharded": Refused(AddsBetween, "'blocks.2' depends on what another stage computes", SHARDED, ranks=4),
-    "numbers": Refused(ReturnsNumbers, r"has returned the numbers \[\d\], and \[\d\] for the first batch"),
     "a number of NumPy": Refused(Passes, r"has returned the numbers \[np.float32\(1.0\)\], and \[np.float32\(0.0\)\]"),
     "None at times": Refused(PassesNone, r"has returned the numbers \[None\], and \[\] for"),
     "an object's number": Refused(PassesObject, r"has returned the numbers \[1\], and \[0\] for"),
@@ -1057,7 +998,6 @@ REFUSED = {
     "appends, each to another": Refused(CollectsApart, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
     "adds to an object": Refused(AddsUp, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
     "adds in place": Refused(AddsUpInPlace, r"'blocks\.0' leaves a tensor with a gradient in its arguments"),
-    "adds to its object": Refused(AddsUpWithin, r"A forward leaves a tensor with a gradient in 'blocks\.\d\.sums'"),
     "a metric in a dictionary": Refused(LogsFromDictionary, "A MeanMetric is logged that is no submodule"),
     "returns unused": Refused(TakesNoReturn, r"'blocks\.1' is given what an earlier block was given"),
     "backward hooks": Refused(HooksBackward, r"A backward hook is registered on 'blocks\.1'"),
@@ -1066,7 +1006,6 @@ REFUSED = {
     "in many places, split": Refused(UsesInManyPlaces, "splits backwards, and torch fails", {"schedule": "zbv"}),
     "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
-    "user's error": Refused(Fails, "the user's own"),
     "fails in backward": Refused(FailsBackward, "in backward"),
     "frozen, split": Refused(FreezesFirst, "torch loses gradients", {"schedule": "zero_bubble"}),
     "reentrant": Refused(Reentrant, "use_reentrant=False"),
@@ -1077,7 +1016,6 @@ REFUSED = {
     ),
     "finetuning": Refused(Model, "BaseFinetuning", trainer={"callbacks": [Finetunes()]}),
     "pruning": Refused(Model, "ModelPruning reads", trainer={"callbacks": [ModelPruning("l1_unstructured")]}),
-    "norm of all": Refused(Normalizes, "`div_` would change a tensor by parameters of other stages"),
     "averages by hand": Refused(AveragesAll, "`lerp_` would change a tensor.* copy parameters after it"),
     "longer": Refused(Lengthens, r"'blocks\.1' has returned.* must not depend on values, on the epoch"),
     "rate finder": Refused(Planned, "LearningRateFinder reads", SHARED, {"callbacks": [LearningRateFinder()]}),
