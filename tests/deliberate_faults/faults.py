@@ -124,7 +124,7 @@ strategies/gradients/test_nonfinite.py::test_what_hooks_repair_is_stepped_with_a
 distributed/gradients/loss_weights.py: a rank knows of its own weights alone
 - summed = self._messages.latest().weights
 + summed = self._for_message()
-distributed/gradients/test_loss_weights.py
+strategies/gradients/test_steps.py::test_a_step_is_that_of_one_big_batch[no weight, zero1 and zero3]
 
 distributed/gradients/loss_weights.py: a loss without weight brings its NaN along
 - if float(self._window[micro_batch]) == 0 and not look.is_finite():

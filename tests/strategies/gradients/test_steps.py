@@ -4,8 +4,10 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from lightning_parstrat.distributed.gradients.loss_weights import LossWeights, _HostCopy
 from lightning_parstrat.errors import InconsistentWeightsError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
@@ -395,11 +398,19 @@ NAN: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def nan_without_weight() -> list[str]:
+class OnDevice(_HostCopy):
+    """As on a GPU: losses are multiplied by a tensor, and the host asks for the number later."""
+
+    def __init__(self, weight: float) -> None:
+        self.on_device, self._value = torch.tensor(weight), weight
+
+
+def nan_without_weight(on_device: bool) -> list[str]:
     found = []
+    read = mock.patch.object(LossWeights, "_read", lambda _, weight: OnDevice(weight)) if on_device else nullcontext()
     for kind, (flags, arguments) in zip(KINDS, NAN * 2, strict=False):
         module = Divides()
-        with pytest.raises(InconsistentWeightsError) as raised:
+        with read, pytest.raises(InconsistentWeightsError) as raised:
             trained(Row(flags, lambda module=module: module, arguments, weights=WEIGHTS), strategy(kind, **arguments))
         found.append(str(raised.value))
         assert not any(parameter._backward_hooks for parameter in module.parameters())
@@ -407,8 +418,8 @@ def nan_without_weight() -> list[str]:
 
 
 def test_nan_of_a_micro_batch_without_weight_is_an_error_on_all_ranks(pool: RankPool) -> None:
-    messages, same = pool.run(2, nan_without_weight)
-    assert messages == same
+    (messages, same), of_devices = (pool.run(2, nan_without_weight, on_device) for on_device in (False, True))
+    assert messages == same and of_devices == [messages] * 2
     for message in messages:
         assert "rank 1: The gradients of a micro-batch whose `loss_weight` is 0 are not finite" in message
         assert "`mask.sum().clamp(min=1)`" in message
