@@ -179,7 +179,7 @@ class SecondReadsHeads(Transformer):
 
 
 class Compiled(Transformer):
-    """Its blocks are compiled. It counts their graphs."""
+    """Its blocks are compiled."""
 
     graphs: ClassVar[list[Any]] = []
 
@@ -187,6 +187,10 @@ class Compiled(Transformer):
         super().build()
         for block in self.blocks:
             block.compile(backend=self.note)
+
+    def on_train_end(self) -> None:
+        assert self.graphs
+        self.graphs.clear()
 
     @classmethod
     def note(cls, graph: Any, inputs: Any) -> Any:

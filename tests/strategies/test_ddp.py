@@ -28,7 +28,7 @@ from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.cases import plain_sgd
-from tests.strategies.parity import ddp, largest_difference, make_trainer, train
+from tests.strategies.parity import largest_difference, make_trainer, train
 from tests.undisturbed import undisturbed
 
 
@@ -311,16 +311,3 @@ def test_sizes_may_be_given(pool: RankPool) -> None:
     assert len(small) > 2 and sum(small) == total
     by_list = [small[0] / 2**20, 1.0]
     assert pool.run(2, buckets_of, zoo.MLP, by_list, {})[0] == f"{small[0]}, {total - small[0]}"
-
-
-def compressed(name: str | None, hook: Any) -> tuple[float, torch.dtype]:
-    flags = {"comm_hook": name} if hook is None else {"ddp_comm_hook": hook}
-    actual = train(lambda: zoo.MLP(), TunedDDPStrategy(**flags), 40)
-    gradient = next(actual.module.parameters())
-    return largest_difference(actual, train(lambda: zoo.MLP(), ddp(), 40)), gradient.dtype
-
-
-@pytest.mark.parametrize(("name", "hook"), [("bf16", None), (None, default_hooks.fp16_compress_hook)])
-def test_hooks_compress_on_every_device(pool: RankPool, name: str | None, hook: Any) -> None:
-    for difference, dtype in pool.run(2, compressed, name, hook):
-        assert 0.0 < difference < 2e-2 and dtype == torch.float32

@@ -94,6 +94,7 @@ CASES = {
     "adafactor": Case(optimizer=adafactor, trainer=DOUBLE, tolerance=1e-9),
     "norms of heads": Case(NormsHeads, plain_sgd, tolerance=2e-6),
     "16-mixed": Case(optimizer=plain_sgd, trainer={"fp16": True, **CLIP}, tolerance=1e-3, sizes=(2,)),
+    "compiled": Case(Compiled, plain_sgd, tolerance=2e-6, sizes=(2,)),
     "llama": Case(Llama, trainer=CLIP),
 }
 QUICK = {("sgd, clipped", 4), ("adamw, checkpointed", 2)}
@@ -110,18 +111,6 @@ def train_both(name: str) -> float:
 def test_trains_as_one_process_does(pool: RankPool, name: str, ranks: int) -> None:
     for difference in pool.run(ranks, train_both, name):
         assert difference <= CASES[name].tolerance
-
-
-def train_compiled() -> tuple[float, int]:
-    expected = fit(Transformer, plain_sgd, None, {})
-    Compiled.graphs.clear()
-    return largest_difference(fit(Compiled, plain_sgd, 2, {}), expected), len(Compiled.graphs)
-
-
-@pytest.mark.slow
-def test_blocks_may_be_compiled(pool: RankPool) -> None:
-    for difference, graphs in pool.run(2, train_compiled):
-        assert difference <= 2e-6 and graphs > 0
 
 
 def looking(look: Callable[[Any], Any], module: Any, optimizer: Any, strategy: dict[str, Any]) -> tuple[Any, Run]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
@@ -232,6 +232,9 @@ CASES = {
     # By small buckets torch splits no graph: its first one would be larger.
     "compiled": Case(Compiled, 2, {"bucket_cap_mb": 25}),
     "compressed": Case(UNFROZEN, 1, {"comm_hook": "bf16"}, tolerance=2e-2),
+    "compressed by torch's hook": Case(
+        UNFROZEN, None, {"ddp_comm_hook": default_hooks.fp16_compress_hook}, tolerance=2e-2
+    ),
 }
 QUICK = {
     "unfrozen before a batch, unused are found",
@@ -242,6 +245,10 @@ QUICK = {
     "a new head",
     "compressed",
 }
+
+
+def is_compressed(name: str) -> bool:
+    return any("comm_hook" in flag for flag in CASES[name].flags)
 
 
 def apart(run: Run) -> float:
@@ -263,7 +270,7 @@ def compare(name: str) -> tuple[float, float, int, float]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trained_parameters, "exchange_reducer", lambda *each: (made.append(each), exchange(*each)))
         actual = train(case.module, strategy, **arguments)
-    assert all(len(ddp._comm_hooks) == ("comm_hook" in case.flags) for ddp, *_ in made)
+    assert all(len(ddp._comm_hooks) == is_compressed(name) for ddp, *_ in made)
     assert not any(one._post_accumulate_grad_hooks for one in actual.module.parameters())
     expected = train(case.module, None, whole_batch=True, **arguments)
     moved = (expected.parameters[0][0] - expected.parameters[-1][0]).abs().max()
@@ -276,7 +283,7 @@ def test_what_is_trained_is_averaged(pool: RankPool, name: str) -> None:
         pytest.skip("compiled code does not notice that a parameter was unfrozen, also in one process")
     for difference, between_ranks, made_anew, moved in pool.run(2, compare, name):
         # What travels in 16 bits is rounded.
-        least = 1e-6 if "comm_hook" in CASES[name].flags else 0
+        least = 1e-6 if is_compressed(name) else 0
         assert least <= difference <= CASES[name].tolerance and between_ranks == 0
         assert CASES[name].made_anew in (made_anew, None) and moved > 1e-3
 

@@ -1,6 +1,5 @@
 """A rank that waits long says for whom, and where that rank is; it says nothing while all move."""
 
-import logging
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ from lightning_parstrat.strategies.launch.waits import Sign, line_of_wait
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies.parity import make_trainer
+from tests.strategies.test_report import Listener
 from tests.undisturbed import undisturbed
 
 SOON = 0.6
@@ -36,16 +36,6 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "lightning_parstrat" in thread.name]
 
@@ -53,18 +43,18 @@ def threads() -> list[str]:
 class Late(BoringModel):
     """Rank 1 comes late to one place, namely when rank 0 has said that it waits."""
 
-    def __init__(self, where: str, lines: Lines) -> None:
+    def __init__(self, where: str, lines: Listener) -> None:
         super().__init__()
         self.where, self.lines, self.threads = where, lines, [""]
 
     def comes_late(self, where: str) -> bool:
         if where != self.where or self.global_step != 2:
             return False
-        store, before, deadline = dist.distributed_c10d._get_default_store(), len(self.lines.said), time.time() + 30
+        store, before, deadline = dist.distributed_c10d._get_default_store(), len(self.lines.lines), time.time() + 30
         key = f"heard/{self.trainer.default_root_dir}"
 
         def tells() -> None:
-            if until(lambda: len(self.lines.said) > before):
+            if until(lambda: len(self.lines.lines) > before):
                 client.set(key, "heard")
 
         def until(done: Callable[[], bool]) -> bool:
@@ -121,7 +111,7 @@ class Batches(IterableDataset[torch.Tensor]):
 
 def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> tuple[list[str], list[str], list[str]]:
     """What this rank says in four steps, the threads there are in the last, and those that are left."""
-    lines = Lines()
+    lines = Listener()
     model = Late(where, lines)
     waits.log.addHandler(lines)
     try:
@@ -131,7 +121,7 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
         assert trainer.global_step == 4
     finally:
         waits.log.removeHandler(lines)
-    return lines.said, model.threads, threads()
+    return lines.lines, model.threads, threads()
 
 
 HERE = r"at test_waits\.py:\d+"
