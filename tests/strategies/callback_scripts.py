@@ -206,6 +206,16 @@ def fit_on_with_the_same_trainer(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
+def fit_and_step(setting: Setting) -> zoo.Zoo:
+    """The optimizer is an ordinary one when the training has ended."""
+    optimizer = fit(setting).trainer.optimizers[0]
+    for parameter in setting.module.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    for _ in range(2):
+        optimizer.step()
+    return setting.module
+
+
 def resume_from(name: str, by_the_same_callbacks: bool = False) -> Script:
     def script(setting: Setting) -> zoo.Zoo:
         fit(setting)

@@ -285,6 +285,7 @@ CASES = {
     "lbfgs, clipped": by_loss(zoo.Unused, trainer=CLIPPED_DOUBLE, ddp_tuned=WAITS),
     "lbfgs, accumulated": by_loss(trainer={**DOUBLE, **WINDOW}, oracle="ddp", world_sizes=(2,)),
     "closure twice": Case(zoo.MLP, odd_optimizers.ClosureTwice),
+    "steps in parts": Case(zoo.MLP, odd_optimizers.StepsInParts),
     "by attribute": Case(odd.Scaled, odd_optimizers.ByAttribute),
     "by class": Case(odd.OnSpheres, odd_optimizers.ByClass),
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),

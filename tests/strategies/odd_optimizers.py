@@ -153,6 +153,19 @@ class ClosureTwice(PlainSGD):
         return loss
 
 
+class StepsInParts(torch.optim.SGD):
+    """As SAM does: a step of other methods of its own, which zero gradients."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_by(closure)
+        super().step()
+        self.zero_grad()
+        return loss
+
+
 class ZeroesWithoutChoice(PlainSGD):
     def zero_grad(self) -> None:  # type: ignore[override]
         super().zero_grad()

@@ -47,6 +47,7 @@ from tests.strategies.callback_scripts import (
     fail_and_fit,
     fail_and_resume,
     fit,
+    fit_and_step,
     fit_on_with_the_same_trainer,
     fit_twice,
     losses_until_stopped,
@@ -193,6 +194,7 @@ CASES = {
     # The Trainer's arguments.
     "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
+    "a step after the training": Case(module=SameOptimizer, script=fit_and_step),
     "no optimizer": Case(module=WithoutOptimizer),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
     # Copies of the module made in training.

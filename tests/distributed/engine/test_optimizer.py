@@ -1,4 +1,4 @@
-"""Methods on the instance: same object, class and groups for everyone; what copies, and hooks of a state dict, get."""
+"""Methods on the instance: what a step around them, copies and hooks of a state dict get."""
 
 import copy
 import pickle
@@ -24,44 +24,6 @@ def linear() -> nn.Linear:
 
 def loss_of(module: nn.Module) -> Tensor:
     return module(torch.ones(2, 5)).pow(2).sum()
-
-
-class StepsInParts(torch.optim.SGD):
-    """As SAM does: a step of other methods of its own, which zero gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        super().step()
-        self.zero_grad()
-        return loss
-
-
-def left_as_it_was() -> None:
-    for make in (torch.optim.SGD, StepsInParts):
-        module = linear()
-        optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
-        cls, names = type(optimizer), set(vars(optimizer))
-        hooks = dict(optimizer._optimizer_step_pre_hooks)
-        parameters, groups = list(module.parameters()), optimizer.param_groups
-        engine = make_engine(module, optimizer)
-        assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
-        assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
-        assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
-        before = [parameter.detach().clone() for parameter in parameters]
-        backward(engine, loss_of(module))
-        optimizer.step()
-        # Every element has moved, on every rank.
-        assert all(bool((now != then).all()) for now, then in zip(parameters, before, strict=True))
-        assert is_sharded(optimizer) and type(optimizer) is cls
-        engine.close()
-        optimizer.step()
-        # What schedulers ask for may stay.
-        assert set(vars(optimizer)) - {"_opt_called"} == names and type(optimizer) is cls
-        assert optimizer._optimizer_step_pre_hooks == hooks
-
-
-def test_an_optimizer_is_left_as_it_was(pool: RankPool) -> None:
-    pool.run(2, left_as_it_was)
 
 
 def around_the_sharding(afterwards: bool) -> list[str]:
