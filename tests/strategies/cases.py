@@ -222,6 +222,7 @@ CASES = {
     "a parameter in two optimizers": Case(odd.SharedParameter, oracle="ddp", strategy=EXPOSED),
     # Weights are read after the backward, when zero3_custom has only shards.
     "repeated backward": Case(odd.RepeatedBackward, oracle="ddp", zero3=MIXED),
+    "a backward of an earlier forward": Case(odd.StepsBeforeABackward, oracle="ddp", zero3=None),
     "two heads": Case(odd.TwoHeads, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS),
     "two heads, many optimizers look": Case(
         odd.TwoHeads, odd_optimizers.GloballyScaled, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS

@@ -5,6 +5,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -432,6 +433,22 @@ class RepeatedBackward(StepsByHand, MLP):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+
+class StepsBeforeABackward(MLP):
+    """Steps between a forward and its backward, which torch refuses: the graph has saved what is no more."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        earlier, loss = self.compute_loss(batch), self.compute_loss(batch)
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            earlier.backward()
+        optimizer.zero_grad()
         return loss.detach()
 
 

@@ -68,14 +68,3 @@ def test_activations_are_computed_again(pool: RankPool, strategy: str) -> None:
         assert_same(twice.tensors, once.tensors)
         assert twice.calls == [2 * calls for calls in once.calls] and once.calls[0] > 0
         assert twice.is_undone
-
-
-def error_of(strategy: str) -> str:
-    with pytest.raises(ValueError, match="Invalid activation_checkpointing_policy") as error:
-        train_again(strategy, {nn.LSTM})
-    return str(error.value)
-
-
-def test_a_class_that_is_not_there_is_refused(pool: RankPool) -> None:
-    for error in pool.run(2, error_of, "zero1"):
-        assert "No module within Dropping is of such a class" in error

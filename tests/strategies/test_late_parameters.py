@@ -14,35 +14,7 @@ from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.late import late
 from tests.strategies.odd import Blocks, CompiledBlocks
-from tests.strategies.parity import ddp, make_trainer, train
-
-
-class BackwardOfAnEarlierForward(zoo.MLP):
-    """Steps between a forward and its backward, which torch refuses: the graph has saved what is no more."""
-
-    automatic_optimization = False
-    refused = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        earlier, loss = super().training_step(batch, batch_idx), super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        self.manual_backward(loss)
-        optimizer.step()
-        try:
-            earlier.backward()
-        except RuntimeError as error:
-            self.refused += "modified by an inplace operation" in str(error)
-        optimizer.zero_grad()
-        return loss.detach()
-
-
-def refusals() -> list[int]:
-    return [train(BackwardOfAnEarlierForward, strategy).module.refused for strategy in (late(), ddp())]
-
-
-def test_a_graph_of_before_the_step_is_refused_while_parameters_are_in_flight(pool: RankPool) -> None:
-    assert pool.run(2, refusals) == [[10, 10]] * 2
-
+from tests.strategies.parity import ddp, make_trainer
 
 # Compiled parts: parameters go on arriving late, and nothing is compiled again for that.
 

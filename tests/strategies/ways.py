@@ -95,6 +95,7 @@ ALSO = {
     ("memory shared without being tied", "small buckets"),
     ("toggling, many buckets", "in shards"),
     ("a new head", "in shards"),
+    ("a backward of an earlier forward", "late"),
 }
 # Steps that are left out need no parameters.
 SKIPS = "fp16 autocast, a scale so large that steps are skipped"
