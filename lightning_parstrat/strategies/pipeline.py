@@ -33,6 +33,7 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.core.stages import Stages, balanced, bounds_of, sizes_of
 from lightning_parstrat.core.wording import counted, listed
+from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.module_states import check_same_module
@@ -169,6 +170,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._close()
         self._same_data.begin()
         check_same_module(module, groups.control)
+        missing = next((name for name, one in module.named_parameters() if not has_memory(one)), None)
+        if (missing := broadcast_object(missing, groups.control)) is not None:
+            raise MisconfigurationException(
+                f"{missing!r} has no values on rank 0. Make the module on the host there, with its weights."
+            )
         blocks = find_blocks(module, self._policy.auto_wrap_policy or ())
         self._refuse(blocks)
         stages = self._divide(module, blocks)

@@ -961,6 +961,12 @@ class RunsKernel(Model):
     block = WithKernel
 
 
+class WithoutValues(Model):
+    def build(self) -> None:
+        super().build()
+        self.to("meta")
+
+
 class Refused(NamedTuple):
     """A training, and the text of its error on all ranks."""
 
@@ -1037,6 +1043,7 @@ REFUSED = {
     "odd pipelines": Refused(Model, "need a multiple of 3 ranks, and there are 2", {"data_parallel_size": 3}),
     "odd grid": Refused(Planned, "need a multiple of 4 ranks, and there are 2", {**TWO, **SHARED}),
     "split backward": Refused(Model, "splits backwards, and FSDP2", {**SHARED, "schedule": "zero_bubble"}),
+    "no values": Refused(WithoutValues, "'position' has no values on rank 0"),
     "no blocks": Refused(zoo.Recurrent, "has 0 blocks"),
     "synchronized": Refused(Normed, "SyncBatchNorm waits for all ranks", trainer={"sync_batchnorm": True}),
     "16-mixed": Refused(Model, "no loss scale", trainer={"fp16": True}),

@@ -104,12 +104,12 @@ def _ranks_of(module: nn.Module, blocks: Sequence[nn.Module], stages: Stages) ->
     return {tensor: tuple(sorted(ranks)) for tensor, ranks in found.items()}
 
 
-def _by_block(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, Tensor]]]:
-    """A module's parameters with their names: of each block, and at first those that are in none."""
+def _by_block(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, list[Tensor]]:
+    """A module's parameters by their block. At first those that are in none."""
     of_block = {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
-    found: dict[str, list[tuple[str, Tensor]]] = {"": [], **{name: [] for name in blocks}}
-    for name, parameter in module.named_parameters():
-        found[of_block.get(parameter, "")].append((name, parameter))
+    found: dict[str, list[Tensor]] = {"": [], **{name: [] for name in blocks}}
+    for parameter in module.parameters():
+        found[of_block.get(parameter, "")].append(parameter)
     return found
 
 
@@ -130,7 +130,7 @@ def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 @torch.no_grad()
 def _share_out(
     module: nn.Module,
-    parameters: Iterable[tuple[str, Tensor]],
+    parameters: Iterable[Tensor],
     held: Collection[Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -140,9 +140,7 @@ def _share_out(
     Rank 0 has all values. Other ranks may have the module on the meta device. Each rank receives all values once.
     """
     is_first = dist.get_rank(group) == 0
-    for name, old in parameters:
-        if is_first and not has_memory(old):
-            raise ValueError(f"{name!r} has no values on rank 0. Make the module on the host there, with its weights.")
+    for old in parameters:
         values = old.detach().to(device) if is_first else torch.empty(old.shape, dtype=old.dtype, device=device)
         values = values.contiguous()
         dist.broadcast(values, group=group, group_src=0)
@@ -183,7 +181,7 @@ class HeldParts:
         shards: Whether the ranks of a stage divide its blocks.
 
     Raises:
-        ValueError: A parameter on rank 0 has no values. Or blocks cannot be divided.
+        ValueError: Blocks cannot be divided.
     """
 
     def __init__(
