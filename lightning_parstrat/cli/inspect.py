@@ -68,7 +68,7 @@ def _read(path: Path, trusted: bool) -> dict[str, Any]:
 
 
 def _origin(path: Path, checkpoint: dict[str, Any]) -> Iterator[str]:
-    """Where the checkpoint comes from."""
+    """The origin of the checkpoint."""
     own = checkpoint.get(checkpoint_io.CHECKPOINT_KEY, {})
     files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
     kind, size = "sharded" if path.is_dir() else "full", amount(sum(one.stat().st_size for one in files))

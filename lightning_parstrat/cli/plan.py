@@ -177,7 +177,7 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
 
 
 def _better_in_stages(rows: Mapping[str, dict[str, Any]], fitting: list[str]) -> str | None:
-    """Why a pipeline is best: it alone fits, or it trains more samples a second than what else fits."""
+    """The reason for a pipeline: it alone fits, or it trains more samples a second than others that fit."""
     speeds = {name: rows[name]["speed_up"] or 0.0 for name in fitting}
     in_stages = [name for name in fitting if name.startswith("pipeline_custom")]
     others = [name for name in fitting if name not in in_stages]

@@ -81,7 +81,7 @@ class Candidate(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """What predictions are made of, as far as the first run shows it.
+    """The costs that predictions are made of, as the first run shows them.
 
     Attributes:
         compute: Seconds of computing in a rank's step.
@@ -178,7 +178,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _first_run(arguments: Namespace, rows: list[list[str]]) -> dict[str, Any] | None:
-    """What the first run has written, or None. What cannot be run becomes a row."""
+    """The result of the first strategy that runs, or None. A failed run becomes a row."""
     for one in (Candidate("ZeRO1Strategy", zero1(_UNKNOWN)), Candidate("ZeRO3Strategy", zero3(_UNKNOWN))):
         found = _measure(_section(one, 1), arguments)
         if not isinstance(found, str):
@@ -263,7 +263,7 @@ def _row(one: Candidate, costs: _Costs, found: dict[str, Any] | str) -> list[str
 
 
 def _measure(section: dict[str, Any], arguments: Namespace) -> dict[str, Any] | str:
-    """What a run of the program has written, or why there is nothing."""
+    """The result that a run of the program has written, or the reason why there is none."""
     # Ranks of other nodes see the file's folder, but not this node's temporary files.
     beside = arguments.output.resolve().parent
     with tempfile.TemporaryDirectory(prefix=".tune-", dir=beside, ignore_cleanup_errors=True) as folder:
@@ -295,7 +295,7 @@ def _section(one: Candidate, accumulate: int) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], target: Path, timeout: float) -> str:
-    """Why a command has failed: the last error that it has printed, or its last line. Empty if it has not."""
+    """Runs a command. Returns its last error or its last line if it has failed, otherwise nothing."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,

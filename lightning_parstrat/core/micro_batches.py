@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_parstrat.core.wording import counted, listed
 
 _WHOLE = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
-"""What every micro-batch gets whole."""
+"""The types that every micro-batch gets whole."""
 
 
 def count_samples(batch: Any) -> int:
@@ -136,7 +136,7 @@ def _has(tensor: Tensor, samples: int) -> bool:
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What one step on the whole batch would have returned.
+    """The output that one step on the whole batch would have.
 
     Tensors, arrays and lists with an item for each sample are put one after the other. Of other numbers, it is the mean
     over samples.
@@ -223,7 +223,7 @@ def mean_over(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def signature(tree: Any) -> Any:
-    """What the shapes of a step's tensors depend on: shapes, dtypes and whole numbers of its batch."""
+    """A key for the shapes of a step's tensors: shapes, dtypes and whole numbers of its batch."""
     if isinstance(tree, Tensor):
         return tuple(tree.shape), tree.dtype
     if isinstance(tree, Mapping):

@@ -291,7 +291,7 @@ def _narrowed(dtype: torch.dtype, choice: CommDtype) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonPolicy:
-    """What all strategies take. Their base class ``ComposedStrategy`` documents these arguments.
+    """The arguments of all strategies. Their base class ``ComposedStrategy`` documents these arguments.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.

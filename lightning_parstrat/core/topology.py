@@ -1,4 +1,4 @@
-"""Which ranks share a node. The network between nodes is slow, the transfers within a node are not."""
+"""The ranks that share a node. The network between nodes is slow, the transfers within a node are not."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

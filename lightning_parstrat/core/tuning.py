@@ -1,4 +1,4 @@
-"""Which sizes of DDP's buckets are tried, and the result."""
+"""The sizes of DDP's buckets that are tried, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

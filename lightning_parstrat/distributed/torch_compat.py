@@ -208,7 +208,7 @@ NO_VALUES = (
     torch._subclasses.fake_tensor.DataDependentOutputException,
     torch._subclasses.fake_tensor.DynamicOutputShapeException,
 )
-"""What code raises that reads the values of such a tensor."""
+"""The errors of code that reads the values of such a tensor."""
 
 
 def refuse_addresses(mode: FakeTensorMode, refuses: bool) -> None:

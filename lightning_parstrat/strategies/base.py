@@ -216,7 +216,7 @@ class ComposedStrategy(DDPStrategy):
         """Runs before parameters are evaluated, saved or returned, if all ranks can be reached. Collective."""
 
     def _bytes_sent(self) -> int | None:
-        """What this rank has sent so far. None if the host cannot see that, nor how long it has waited."""
+        """The messages of this rank so far. None if the host cannot see them, nor how long it has waited."""
         return None
 
     def _module_called(self) -> str:

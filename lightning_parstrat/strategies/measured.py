@@ -1,4 +1,4 @@
-"""What ``lightning-parstrat tune`` reads of a training: what its times depend on, and its memory."""
+"""The properties of a training that ``lightning-parstrat tune`` reads: its size, its machine and its memory."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from lightning_parstrat.distributed.fsdp.tensor_plan import TensorPlanError, fin
 
 
 def measured_for(module: LightningModule, strategy: DDPStrategy) -> dict[str, Any]:
-    """What a measurement of steps depends on."""
+    """The properties that a measurement of steps depends on."""
     return {
         "parameters": sum(one.numel() for one in module.parameters() if one.requires_grad),
         "precision": str(module.trainer.precision),
@@ -29,7 +29,7 @@ def measured_for(module: LightningModule, strategy: DDPStrategy) -> dict[str, An
 
 
 def memory_of(module: LightningModule, strategy: DDPStrategy) -> dict[str, Any]:
-    """What a prediction of memory depends on.
+    """The properties that a prediction of memory depends on.
 
     Returns:
         ``peak``: The most bytes that this rank has had. ``memory``: Bytes of its device, or its part of the host's.

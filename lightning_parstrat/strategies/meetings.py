@@ -164,7 +164,7 @@ class Meetings(Part):
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent to other groups."""
+        """The messages of this rank to other groups."""
         return 0 if self._outer is None else self._outer.sums.bytes_sent + self._outer.gathers.bytes_sent
 
     def adopt_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""What a fit logs on rank 0: at its start what is sharded, and at its end what a step cost."""
+"""The lines of a fit on rank 0: at its start what is sharded, and at its end the cost of a step."""
 
 import json
 import operator
@@ -94,7 +94,7 @@ class Report(Part):
         super().__init__(strategy)
         self._flag, self._bytes_sent, self._loaded_seconds = flag, bytes_sent, loaded_seconds
         self.chosen: Mapping[str, Any] = {}
-        """What ``lightning-parstrat tune`` has measured, if its choice is trained."""
+        """The measurement of ``lightning-parstrat tune``, if its choice is trained."""
         self._said: set[str] = set()
         self._steps = 0
         self._first: _Moment | None = None

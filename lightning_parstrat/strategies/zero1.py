@@ -163,7 +163,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._kept_whole_for: list[str] = []
         self._engine: ShardedDataParallel | None = None
         self._sent_before = 0
-        """What engines of earlier optimizers have sent."""
+        """The messages of earlier optimizers' engines."""
         self._in_training = False
         self._failed = False
         super().__init__(**kwargs)

@@ -126,7 +126,7 @@ class Collectives(ABC):
         # Weak, so that torch alone keeps the group alive: see `process_groups.py`.
         self._group = weakref.ref(group)
         self.bytes_sent = 0
-        """What this rank has sent of buckets."""
+        """The messages of this rank for buckets."""
         self._counting = threading.Lock()
 
     def __deepcopy__(self, _: object) -> "Collectives":

@@ -292,7 +292,7 @@ class ParameterBucket(GradientBucket):
 
     @property
     def stepped(self) -> Tensor:
-        """What this rank's optimizer steps: 1-D."""
+        """The part that this rank's optimizer steps, 1-D."""
         return self.shard if self.master is None else self.master
 
     @property

@@ -281,7 +281,7 @@ class ShardedDataParallel:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far, gradients and parameters together."""
+        """The messages of this rank so far, for gradients and parameters together."""
         return self.reducer.collectives.bytes_sent + self.gatherer.collectives.bytes_sent
 
     def close(self, failed: bool = False) -> None:

@@ -51,7 +51,7 @@ class OuterSteps:
         self._names, self._loaded = dict(names), momenta
         self._threads = ExchangeThreads("meeting of groups")
         self._meeting: dict[ParameterBucket, tuple[Tensor, Exchange]] = {}
-        """What was sent, and the mean over groups in flight."""
+        """The difference that was sent, and the mean over groups in flight."""
         self._global: dict[ParameterBucket, Tensor] = {}
         self._momentum: dict[ParameterBucket, Tensor] = {}
         self.moved = torch.zeros((), dtype=torch.float64)

@@ -100,7 +100,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
 
 
 def _obstacle(optimizer: Optimizer) -> str:
-    """Why it cannot be sharded with any parameters. Empty if there is no reason."""
+    """The reason against sharding it with any parameters. Empty if there is none."""
     cls, replaced = type(optimizer), _replaced_method(optimizer)
     if not takes_hooks(optimizer):
         return "its class does not call `Optimizer.__init__`"
@@ -168,7 +168,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def reason_against_parts(optimizer: Optimizer) -> str:
-    """Why a step may not move each parameter by its own gradient and state, whatever else is stepped.
+    """The reason why a step may not move each parameter by its own gradient and state, whatever else is stepped.
 
     The optimizer and its parameters are not changed. Not collective. It takes milliseconds: at most 16 parameters per
     group, none with a dimension beyond 8, 28 steps of each copy.
@@ -184,7 +184,7 @@ def reason_against_parts(optimizer: Optimizer) -> str:
 
 
 def reason_against_rows(optimizer: Optimizer, mesh: DeviceMesh) -> str:
-    """Why a step may not move parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
+    """The reason why a step may not move DTensors that are sharded by rows as it moves whole ones. Collective.
 
     The optimizer may evaluate its closure several times.
 

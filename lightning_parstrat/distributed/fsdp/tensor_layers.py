@@ -374,7 +374,7 @@ def _is_whole_outside(one: PlannedLayer) -> bool:
 
 
 def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], keeps_cut: bool) -> list[Tensor]:
-    """What row-wise layers are given in a call of a module, and what it returns, with its layers cut or whole."""
+    """The inputs of row-wise layers in a call of a module, and its output, with its layers cut or whole."""
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     given: list[Tensor] = []
     with plain(part, keeps_cut), buffers_kept(list(part.buffers())):

@@ -71,7 +71,7 @@ class Writes:
             self._rounded[number] |= (gathered.view(torch.int16) != rounded.view(torch.int16)).any()
 
     def refused(self, waits: bool = False) -> str | None:
-        """What was written that cannot be kept, if anything was. Not collective.
+        """The writes that cannot be kept, as text. Not collective.
 
         Args:
             waits: Whether the host waits for a GPU. Otherwise a write that would be rounded may be seen a step later.

@@ -74,7 +74,7 @@ class _Run:
         """Buffers outside of blocks and the values that they get back before the stage's first block."""
 
     def returned(self, number: int) -> Any:
-        """What a block of an earlier stage returns."""
+        """The output of a block of an earlier stage."""
         # A copy, as code may change its input in place.
         shapes = _fresh(self.shapes[number])
         if number < self.own.start - 1:
@@ -145,7 +145,7 @@ class CutModule:
         return [name for name, part in parts if name not in blocks and has_forward_hooks(part, before=False)]
 
     def shapes(self, step: Callable[[], Any]) -> list[Any]:
-        """What each block returns, without values, but that of the last stage's.
+        """The output of each block but those of the last stage, without values.
 
         It runs the code before the first block, and the blocks without values. Nothing is computed in them.
 
@@ -470,7 +470,7 @@ def _parts(tree: Any) -> Iterator[Any]:
 
 
 def _content(part: Any) -> tuple[int, list[Any]]:
-    """What a change in place changes."""
+    """The version and the contents, which a change in place changes."""
     if isinstance(part, Tensor):
         return 0 if part.is_inference() else version_of(part), []
     if isinstance(part, (dict, list)):

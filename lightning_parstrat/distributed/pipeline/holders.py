@@ -55,7 +55,7 @@ def find_blocks(module: nn.Module, auto_wrap_policy: Collection[str | type]) -> 
 
 
 def costs_of(module: nn.Module, blocks: Collection[nn.Module]) -> tuple[list[float], float, float]:
-    """What each block multiplies with, and what is registered before the first and after the last one: elements.
+    """The elements that each block multiplies with, and those that are registered before the first and after the last.
 
     Tables of embeddings cost nothing, as nothing is multiplied with them.
     """
@@ -165,7 +165,7 @@ def _share_buffers(module: nn.Module, group: dist.ProcessGroup, device: torch.de
 
 
 class HeldParts:
-    """What each rank holds of a module that is cut into stages: its blocks, and what is in no block.
+    """The parts of a module in stages that each rank holds: its blocks, and parts that are in no block.
 
     At first all ranks hold what is in no block, such as embeddings and the head. The first step shows which ranks use
     it, and :meth:`settle` leaves it to them. Collective.

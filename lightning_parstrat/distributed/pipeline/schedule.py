@@ -132,7 +132,7 @@ class _Shaped(PipelineStage):
 
 
 class _StageModule(nn.Module):
-    """What torch takes for a stage's module. After a fault it returns zeros, so that no other rank waits.
+    """The module of a stage, for torch. After a fault it returns zeros, so that no other rank waits.
 
     Args:
         run: Runs the stage for the received tensors and the number of a micro-batch.
@@ -192,7 +192,7 @@ class Pipeline:
         self._given = 0
         self._seed: Seed = lambda *_: None
         self.fault: Exception | None = None
-        """What has failed in the step on this rank."""
+        """The error of this rank in the step."""
 
     def run(self, step: Step, loss: Loss, shapes: list[list[Any]], seed: Seed, trains: bool) -> None:
         """Runs forward and backward of a step's micro-batches. Gradients are added to the parameters'. Collective.

@@ -70,7 +70,7 @@ class ShardedBlocks:
         self.originals = {name: block for name, block in blocks.items() if name in own}
         """The blocks by their names. They have no values."""
         self.copies: dict[str, nn.Module] = {}
-        """What takes their places."""
+        """The copies that take their places."""
         # Others of the plan stay whole, if their code does not notice.
         plan = find_plan(module, grid.tensor, ()) if grid.tensor > 1 else []
         self._planned = [one for one in plan if one.name.startswith(tuple(f"{name}." for name in own))]

@@ -98,7 +98,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def _mapped(path: Path, map_location: Any, weights_only: bool | None) -> Any:
-    """What a file holds. torch opens it twice: if another file has taken its name meanwhile, that file is read.
+    """The content of a file. torch opens it twice: if another file has taken its name meanwhile, that file is read.
 
     Raises:
         MisconfigurationException: It was another file after each of ten tries.

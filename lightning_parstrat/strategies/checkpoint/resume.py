@@ -184,7 +184,7 @@ class Resume(Part):
 
     @property
     def _own(self) -> Mapping[str, Any] | None:
-        """What this rank has saved. None if another number of ranks has saved the checkpoint."""
+        """The state that this rank has saved. None if another number of ranks has saved the checkpoint."""
         ranks: Sequence[Mapping[str, Any] | None] = self._saved["ranks"]
         return ranks[self._ranks.data_rank] if len(ranks) == self._ranks.data_ranks else None
 

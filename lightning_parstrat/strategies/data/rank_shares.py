@@ -74,7 +74,7 @@ class DividedRanks(Part):
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the samples of a step, and the shares."""
+        """The state for checkpoints: the samples of a step, and the shares."""
         own = self._division
         if own is None:
             return {}
@@ -172,7 +172,7 @@ class DividedRanks(Part):
 
     @property
     def _changed(self) -> str:
-        """What keep_global_batch has changed. Empty if nothing."""
+        """The change by keep_global_batch, as text. Empty if there is none."""
         before, now = self._users_accumulate, self._trainer.accumulate_grad_batches
         return "" if before == now else f"keep_global_batch=True changes accumulate_grad_batches from {before} to {now}"
 

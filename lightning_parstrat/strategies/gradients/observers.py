@@ -104,7 +104,7 @@ def users_methods(owner: Any) -> dict[str, Any]:
 
 
 def _function(value: Any) -> Any:
-    """What runs if a value is called: LambdaCallback takes any callable, such as a `functools.partial`."""
+    """The code that runs if a value is called. LambdaCallback takes any callable, such as a `functools.partial`."""
     while isinstance(value, partial):
         value = value.func
     is_object = callable(value) and not (inspect.isroutine(value) or inspect.isclass(value))

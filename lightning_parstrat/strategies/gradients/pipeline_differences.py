@@ -1,4 +1,4 @@
-"""What a module's first steps in a pipeline show that may differ from steps on the whole batch by one process."""
+"""Differences between steps in a pipeline and steps on the whole batch by one process, as first steps show them."""
 
 import math
 from collections import defaultdict
@@ -69,14 +69,14 @@ class Differences:
             self._changed[is_last] |= {name for name in after if before.get(name) != after[name]}
 
     def _content(self) -> dict[str, Any]:
-        """What shows whether the module's attributes, and its buffers but those of norms, have changed."""
+        """Digests that show whether the module's attributes, and its buffers but those of norms, have changed."""
         norms = tuple(f"{name}." for name, one in self._module.named_modules() if isinstance(one, BATCH_NORMS))
         buffers = {name: one for name, one in self._module.named_buffers() if not name.startswith(norms)}
         own = {f"self.{name}": one for name, one in vars(self._module).items() if name[0] != "_" and name != "log"}
         return {name: _shown(one) for name, one in {**buffers, **own}.items()}
 
     def left(self) -> dict[str, Tensor]:
-        """What blocks have left on their modules since the second micro-batch began, by its place."""
+        """Values that blocks have left on their modules since the second micro-batch began, by their places."""
         found = left_tensors(self._own_blocks)
         return {place: one for place, one in found.items() if self._left_before.get(place) is not one}
 
@@ -92,7 +92,7 @@ class Differences:
         return found
 
     def lines(self, returns_no_mean: bool) -> Iterator[str]:
-        """What to warn of after a first step. Nothing after others.
+        """Warnings after a first step. None after others.
 
         Args:
             returns_no_mean: Whether an evaluation's step has returned what has no mean over micro-batches.
@@ -150,7 +150,7 @@ def fault_of_buffers(changed: Sequence[Mapping[str, float]]) -> PipelineError | 
 
 
 def _shown(value: Any) -> Any:
-    """What differs if a value has been replaced, or changed in place."""
+    """A token that differs if a value has been replaced, or changed in place."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else version_of(value)
     if isinstance(value, dict):

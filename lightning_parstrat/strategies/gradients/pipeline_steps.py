@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others after a step.
+    """The message of a rank to the others after a step.
 
     Attributes:
         fault: What has failed.
@@ -277,7 +277,7 @@ class PipelineSteps:
         return found
 
     def _tell(self, result: Any, taken: "_Taken", sizes: Sequence[int], no_mean: bool = False) -> list[_Told]:
-        """What all ranks tell. Raises what has failed on any."""
+        """The messages of all ranks after a step. Raises the error of any rank whose step has failed."""
         calls: list[_Call] = []
         try:
             calls = taken.joined(sizes)
