@@ -39,7 +39,7 @@ class Sums(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         factors = torch.full((ROWS, 1), self.other)
-        if batch_idx == 0:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
             factors[dist.get_rank()] = self.large
         return (self.layer.weight * factors.to(self.layer.weight.dtype)).sum()
 
@@ -47,12 +47,30 @@ class Sums(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+def zero_in_place(optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+class ZeroesInPlace(Sums):
+    """Zeroes by a function, as gradients are kept whole within a window if the module's code does so."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        zero_in_place(optimizer)
+
+
 def stepped(
-    flag: str, arguments: dict[str, Any], large: float, precision: str, other: float = 1.0, accumulate: int = 1
+    flag: str,
+    arguments: dict[str, Any],
+    large: float,
+    precision: str,
+    other: float = 1.0,
+    accumulate: int = 1,
+    steps: int = 1,
 ) -> list[float]:
-    """The values of a parameter after one step."""
-    more: dict[str, Any] = {"precision": precision, "max_steps": 1, "accumulate_grad_batches": accumulate}
-    run = train(lambda: Sums(large, other), MAKERS[flag](**arguments), **more)
+    """The values of a parameter after some steps."""
+    more: dict[str, Any] = {"precision": precision, "max_steps": steps, "accumulate_grad_batches": accumulate}
+    module = Sums if steps == 1 else ZeroesInPlace
+    run = train(lambda: module(large, other), MAKERS[flag](**arguments), **more)
     return whole(run.module.layer.weight.detach()).unique().tolist()  # type: ignore[operator,union-attr]
 
 
@@ -69,6 +87,8 @@ SUMS: list[tuple[Any, ...]] = [
     ("zero1_custom", WITHOUT_MASTERS, 40_000.0, "16-true", 40_000.0, 1, 40_000.0),
     # Quarters of 2050 / 3 and of three ones are 171.58. Each quarter by itself is lost in 16 bits.
     *(("zero2_custom", arguments, 2048.0, "bf16-true", 1.0, 4, 172.0) for arguments in ({}, WITHOUT_MASTERS)),
+    # Two steps of 170.92, after the first of which the shards of 16 bits have zeros.
+    ("zero2_custom", {**WITHOUT_MASTERS, "expose_gradients": False}, 2040.0, "bf16-true", 1.0, 4, 2, 342.0),
 ]
 
 
