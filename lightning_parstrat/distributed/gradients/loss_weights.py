@@ -247,8 +247,7 @@ class _Look:
         self.end = watch(self._note)
 
     def _note(self, gradient: Tensor) -> None:
-        values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
-        self._sums.append(values.sum())
+        self._sums.append(local(gradient).sum())
 
     def is_finite(self) -> bool:
         """Waits for the device."""
