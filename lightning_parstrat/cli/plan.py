@@ -299,11 +299,11 @@ def _bytes_per_second(text: str) -> float:
 
 
 def _row(one: Footprint, room: float | None, rate: float | None, arguments: Namespace) -> dict[str, Any]:
-    seconds, wire, compute, loads = None, None, arguments.compute_seconds, arguments.loader_seconds
+    seconds, sending, compute, loads = None, None, arguments.compute_seconds, arguments.loader_seconds
     # The ranks of a pipeline, and those that share layers, train one batch together.
     of_batch = one.stages * one.sharing
     if rate is not None:
-        wire = one.on_link / rate
+        sending = one.on_link / rate
     if rate is not None and compute is not None:
         seconds = loads + one.step_seconds(compute, rate, arguments.accumulate)
     return {
@@ -312,10 +312,10 @@ def _row(one: Footprint, room: float | None, rate: float | None, arguments: Name
         "held_bytes": round(one.held),
         "accumulating_bytes": round(one.accumulating) if arguments.accumulate > 1 else None,
         "sent_bytes": round(one.sent),
-        "wire_seconds": wire,
+        "sending_seconds": sending,
         "step_seconds": seconds,
         "loading": None if seconds is None or not loads else loads / seconds,
-        "computing_per_sending": compute / of_batch / wire if compute is not None and wire else None,
+        "computing_per_sending": compute / of_batch / sending if compute is not None and sending else None,
         "speed_up": None if seconds is None else arguments.world_size / of_batch * (compute + loads) / seconds,
         "fits": None if room is None else one.peak <= room,
     }
@@ -329,7 +329,7 @@ def _table(rows: list[dict[str, Any]], room: float | None) -> str:
         "between steps": ("held_bytes", amount),
         "between micro-batches": ("accumulating_bytes", amount),
         "sent per step": ("sent_bytes", amount),
-        "on the wire": ("wire_seconds", seconds),
+        "sending": ("sending_seconds", seconds),
         "step": ("step_seconds", seconds),
         "loading": ("loading", "{:.0%}".format),
         "computing / sending": ("computing_per_sending", "{:.3g}".format),

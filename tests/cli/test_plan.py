@@ -100,11 +100,11 @@ def test_times_of_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     result = plan(capsys, 0, f"{words} 8Gbit")
     tuned, zero1, zero3 = (result[name] for name in ("ddp_tuned", "zero1_custom", "zero3_custom"))
     size = 4 * 10**7
-    assert tuned["wire_seconds"] == pytest.approx(2 * 15 / 16 * size / 1e9)
-    assert tuned["step_seconds"] == pytest.approx(0.03 + tuned["wire_seconds"] - 0.02)
+    assert tuned["sending_seconds"] == pytest.approx(2 * 15 / 16 * size / 1e9)
+    assert tuned["step_seconds"] == pytest.approx(0.03 + tuned["sending_seconds"] - 0.02)
     # Between two nodes half of each phase's bytes pass a node's link; one phase hides behind the next forward.
     half = size / 2 / 1e9
-    assert zero1["wire_seconds"] == pytest.approx(2 * half)
+    assert zero1["sending_seconds"] == pytest.approx(2 * half)
     assert zero1["step_seconds"] == pytest.approx(0.03 + max(0, half - 0.02) + max(0, half - 0.01))
     phase = 15 / 16 * size / 1e9
     assert zero3["step_seconds"] == pytest.approx(0.03 + phase - 0.01 + 2 * phase - 0.02)
@@ -114,7 +114,7 @@ def test_times_of_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     rates = {"8Gbit/s": 1e9, "8G": 1e9, "8Gb/s": 1e9, "1GB/s": 1e9, "100Mbit": 12.5e6, "8gbps": 1e9}
     for text, rate in rates.items():
         result = plan(capsys, 0, f"--parameters 10M --world-size 2 --devices-per-node 1 --bandwidth {text}")
-        assert result["zero1_custom"]["wire_seconds"] == pytest.approx(size / rate), text
+        assert result["zero1_custom"]["sending_seconds"] == pytest.approx(size / rate), text
 
 
 def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_shard_groups_hold_a_copy_each(capsys: pytest.CaptureFixture[str]) -> No
         summed = 2 * (copies - 1) / copies * 4 * 10**7 / size
         assert zero1["sent_bytes"] == pytest.approx(2 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
         # Groups of two nodes send half of each phase's bytes over a node's link, and all groups the shards of a node.
-        assert zero1["wire_seconds"] == pytest.approx((between * 4 * 10**7 + 8 * summed) / 1e9)
+        assert zero1["sending_seconds"] == pytest.approx((between * 4 * 10**7 + 8 * summed) / 1e9)
         zero3 = plan(capsys, 0, words)["zero3_custom"]
         assert zero3["held_bytes"] == 16 / size * 10**7
         assert zero3["sent_bytes"] == pytest.approx(3 * (size - 1) / size * 4 * 10**7 + summed, abs=1)
@@ -140,7 +140,7 @@ def test_groups_that_train_alone_send_in_turns_and_are_never_recommended(capsys:
         assert own["held_bytes"] == (4 + 16 / size) * 10**7
         assert own["sent_bytes"] == pytest.approx(2 * (size - 1) / size * 4 * 10**7 + met, abs=1)
         within = 4 * 10**7 if size > 8 else 0
-        assert own["wire_seconds"] == pytest.approx((within + 8 * met) / 1e6)
+        assert own["sending_seconds"] == pytest.approx((within + 8 * met) / 1e6)
         assert own["step_seconds"] < result["zero1_custom"]["step_seconds"]
         assert "outer_every" not in result["recommended"]
     assert main(["plan", "--parameters", "10M", "--world-size", "4", "--outer-every", "50"]) == 2
@@ -209,7 +209,7 @@ def test_the_table_gives_the_peak_first(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7B trained parameters; optimizer: AdamW; bf16-mixed"
     assert lines[1] == "16 ranks on 2 nodes; per rank:"
-    columns = "strategy at most between steps between micro-batches sent per step on the wire step"
+    columns = "strategy at most between steps between micro-batches sent per step sending step"
     columns += " computing / sending times one device fits in 56 GB"
     assert " ".join(lines[3].split()) == columns
     ddp, *_, last = (line.split() for line in lines[5:9])
@@ -226,7 +226,7 @@ def test_a_loader_takes_its_share_of_a_step(capsys: pytest.CaptureFixture[str]) 
     assert with_loader["loading"] == pytest.approx(0.5 / with_loader["step_seconds"]) and without["loading"] is None
     # One device waits for its loader, too.
     assert with_loader["speed_up"] == pytest.approx(16 * 2.5 / with_loader["step_seconds"])
-    assert with_loader["computing_per_sending"] == pytest.approx(2 / with_loader["wire_seconds"])
+    assert with_loader["computing_per_sending"] == pytest.approx(2 / with_loader["sending_seconds"])
 
 
 def test_ranks_that_share_layers_compute_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,11 +371,11 @@ def test_grids_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     one = found[grids[2]]
     assert one["held_bytes"] == pytest.approx(16 * 10**9 / 64) and one["fits"]
     passed = 2 * 8e6 * 8 / (10e9 / 8)
-    assert one["wire_seconds"] == pytest.approx(passed)
+    assert one["sending_seconds"] == pytest.approx(passed)
     assert one["step_seconds"] == pytest.approx(23 / 16 * (1 / 16 + passed))
     # With two stages, those with other data are on four nodes.
     gradients = 2 * 3 / 4 * 4 * 10**9 / 4 * 2 / (10e9 / 8)
-    assert found[grids[4]]["wire_seconds"] == pytest.approx(passed / 2 + gradients)
+    assert found[grids[4]]["sending_seconds"] == pytest.approx(passed / 2 + gradients)
     assert found["recommended"] == "pipeline_custom"
     best = max(grids, key=lambda name: found[name]["speed_up"])
     assert f"data_parallel_size={best.split()[3]}, tensor_parallel_size=2)" in found["why"]
