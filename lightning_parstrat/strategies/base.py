@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -184,7 +184,7 @@ class ComposedStrategy(DDPStrategy):
 
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
         """Passes the gradients of the next backward to a function, until what it returns is called."""
-        return watch_gradients(self._training_module.parameters(), note)
+        return watch_gradients(self.lightning_module.parameters(), note)
 
     def _step_gradients(self, optimizers: Sequence[Optimizer]) -> StepGradients:
         """The gradients that optimizers are about to step with. Collective if they are sharded."""
@@ -308,12 +308,6 @@ class ComposedStrategy(DDPStrategy):
 
     # What the strategy is, to Python and to Lightning.
 
-    @property
-    def _training_module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise AssertionError("the strategy was used before a module was connected to it")
-        return self.lightning_module
-
     @override
     def __repr__(self) -> str:
         """Names the Trainer that takes this strategy. Lightning shows this text if it refuses a foreign strategy."""
@@ -358,7 +352,7 @@ class ComposedStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the other ranks. Collective."""
         self._ranks.join(super().setup_distributed)
-        before_resume(self._training_module.trainer, self._checkpoints.check_found)
+        before_resume(self.lightning_module.trainer, self._checkpoints.check_found)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -368,7 +362,7 @@ class ComposedStrategy(DDPStrategy):
             ValueError: The module's parameters are in shards.
         """
         if not self._takes_shards:
-            check_whole(self._training_module, self.flag)
+            check_whole(self.lightning_module, self.flag)
         super().setup(trainer)
 
     @override
@@ -384,7 +378,7 @@ class ComposedStrategy(DDPStrategy):
 
         The plugin is replaced here, and not when it is set: spawned processes must get the user's plugin by pickle.
         """
-        if self._training_module.trainer.state.fn == TrainerFn.FITTING:
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             for part in self._parts:
                 part.begin_fit()
         super().setup_precision_plugin()

@@ -141,9 +141,9 @@ class TunedDDPStrategy(ComposedStrategy):
         """The reason why the buckets are not tuned although ``"auto"`` asks for it. None if they are tuned."""
         if self._has_hooks_of_users:
             return "what the communication hook keeps belongs to buckets as they are"
-        if self._ddp.static_graph and not self._training_module.automatic_optimization:
+        if self._ddp.static_graph and not self.lightning_module.automatic_optimization:
             return "static_graph and manual optimization do not go together with other buckets than the first"
-        if is_compiled(self._training_module):
+        if is_compiled(self.lightning_module):
             return "torch.compile has cut the graph at the ends of the default's buckets"
         # The sum of two numbers does not depend on their order.
         if torch.are_deterministic_algorithms_enabled() and self.world_size > 2:
@@ -162,7 +162,7 @@ class TunedDDPStrategy(ComposedStrategy):
         kind = (
             [
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter in sent)
-                for name, parameter in self._training_module.named_parameters()
+                for name, parameter in self.lightning_module.named_parameters()
             ],
             # The `repr` of other values may have an address: the name of their type stands for them.
             [(k, v if isinstance(v, (int, float, str)) else type(v).__name__) for k, v in sorted(arguments.items())],
@@ -193,7 +193,7 @@ class TunedDDPStrategy(ComposedStrategy):
         arguments = {**self._ddp_kwargs, "init_sync": False}
         if size is not None:
             arguments["bucket_cap_mb"] = size / 2**20
-        ddp = DistributedDataParallel(self._training_module, device_ids=self.determine_ddp_device_ids(), **arguments)
+        ddp = DistributedDataParallel(self.lightning_module, device_ids=self.determine_ddp_device_ids(), **arguments)
         if self._comm_hook is not None:
             register_comm_hook(ddp, self._comm_hook)
         return ddp
@@ -211,7 +211,7 @@ class TunedDDPStrategy(ComposedStrategy):
     def on_train_start(self) -> None:
         """Logs the memory of a rank."""
         super().on_train_start()
-        parameters = list(self._training_module.parameters())
+        parameters = list(self.lightning_module.parameters())
         self._fit_report.say(line_of_training(parameters, trained(self.optimizers), self.world_size))
 
     @override
@@ -251,7 +251,7 @@ class TunedDDPStrategy(ComposedStrategy):
         if self._trained is not None:
             self._trained.end_backward()
         factor = self._accumulation.factor_of_mean
-        gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
         if gradients and factor != 1.0:
             multiply_all(gradients, factor)
 

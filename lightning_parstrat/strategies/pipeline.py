@@ -141,17 +141,11 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _held_parts(self) -> HeldParts | None:
         return self._held
 
-    @property
-    def _pipeline_steps(self) -> PipelineSteps:
-        if self._steps is None:
-            raise AssertionError("a step was taken before the module was cut")
-        return self._steps
-
     @override
     def setup(self, trainer: Trainer) -> None:
         """Sets up the module. Collective."""
         plugin = self.precision_plugin
-        if any(isinstance(one, FakeTensor) for one in self._training_module.parameters()):
+        if any(isinstance(one, FakeTensor) for one in self.lightning_module.parameters()):
             # After a training, ranks other than 0 have the right dtypes, and no values to convert.
             vars(plugin)["convert_module"] = lambda module: module
         try:
@@ -166,7 +160,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         Raises:
             MisconfigurationException: It cannot be cut.
         """
-        module, groups, grid = self._training_module, self._ranks.groups, self._ranks.grid
+        module, groups, grid = self.lightning_module, self._ranks.groups, self._ranks.grid
         self._close()
         self._same_data.begin()
         check_same_module(module, groups.control)
@@ -210,7 +204,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Raises an error for what no pipeline can train, and says what is computed by micro-batch."""
         if minor(torch.__version__) < (2, 13):
             raise MisconfigurationException(f"pipeline_custom needs torch 2.13, and this is torch {torch.__version__}.")
-        module = self._training_module
+        module = self.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits and not module.automatic_optimization:
             raise MisconfigurationException(
@@ -240,7 +234,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
             )
 
     def _refuse_callback(self, kind: type[Callback], fits: bool, advice: str) -> None:
-        if fits and any(isinstance(one, kind) for one in self._training_module.trainer.callbacks):
+        if fits and any(isinstance(one, kind) for one in self.lightning_module.trainer.callbacks):
             raise MisconfigurationException(
                 f"{kind.__name__} reads and replaces parameters that this rank does not have as a whole. {advice}"
             )
@@ -340,7 +334,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step on micro-batches, with their backwards. Collective."""
-        steps = self._pipeline_steps
+        steps = self._steps
         self._equal.before_step()
         if self._engine is not None and self._held is not None:
             self._engine.gatherer.finish()
@@ -362,7 +356,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         Not before the first step, which shows what a rank holds.
         """
         self._engine = ShardedDataParallel(
-            self._training_module,
+            self.lightning_module,
             trained(self.optimizers),
             # As with one pipeline, which has no engine.
             ShardingPolicy(master_weights=False),
@@ -377,19 +371,19 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's validation step on micro-batches. Collective."""
         self._equal.before_validation_step()
-        output: STEP_OUTPUT = self._pipeline_steps.evaluate("validation_step", batch, *args, *kwargs.values())
+        output: STEP_OUTPUT = self._steps.evaluate("validation_step", batch, *args, *kwargs.values())
         return output
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's test step on micro-batches. Collective."""
-        output: STEP_OUTPUT = self._pipeline_steps.evaluate("test_step", batch, *args, *kwargs.values())
+        output: STEP_OUTPUT = self._steps.evaluate("test_step", batch, *args, *kwargs.values())
         return output
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's predict step on micro-batches. Collective."""
-        output: STEP_OUTPUT = self._pipeline_steps.evaluate("predict_step", batch, *args, *kwargs.values())
+        output: STEP_OUTPUT = self._steps.evaluate("predict_step", batch, *args, *kwargs.values())
         return output
 
     @override
@@ -407,8 +401,8 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         return super().reduce(tensor, self._same_data.data_group if group is None else group, reduce_op)
 
     def _readers_of_gradients(self) -> list[str]:
-        callbacks = self._training_module.trainer.callbacks
-        return observers_of_gradients(self._training_module, callbacks, trained(self.optimizers), self.precision_plugin)
+        callbacks = self.lightning_module.trainer.callbacks
+        return observers_of_gradients(self.lightning_module, callbacks, trained(self.optimizers), self.precision_plugin)
 
     @override
     def on_train_start(self) -> None:
@@ -428,7 +422,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Prepares a loader of training or evaluation. Collective."""
         size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
         # A hook may ask for the number of steps before the module is cut.
-        self._batch_sizes[bool(self._training_module.trainer.training)].update([size] if isinstance(size, int) else [])
+        self._batch_sizes[bool(self.lightning_module.trainer.training)].update([size] if isinstance(size, int) else [])
         return super().process_dataloader(dataloader)
 
     @override
@@ -459,7 +453,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         if ends_window and self._held is not None and self._ranks.data_ranks > 1:
             self._held.average_outer(self._same_data.data_group)
         factor = self._accumulation.factor_of_mean if ends_window else 1.0
-        gradients = [local(one.grad) for one in self._training_module.parameters() if one.grad is not None]
+        gradients = [local(one.grad) for one in self.lightning_module.parameters() if one.grad is not None]
         if gradients and factor != 1.0:
             multiply_all(gradients, factor)
 

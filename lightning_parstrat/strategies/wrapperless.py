@@ -104,8 +104,6 @@ class WrapperlessDDPStrategy(DDPStrategy):
             super().setup(trainer)
             return
         # The same as Lightning's `setup`, without its broadcast of whole parameters.
-        if self.accelerator is None or self.model is None:
-            raise AssertionError("the strategy was set up before the Trainer has connected it")
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()

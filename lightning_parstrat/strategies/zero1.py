@@ -178,8 +178,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Gives all ranks the same module. There is no wrapper around it."""
-        check_same_module(self._training_module, self._ranks.groups.control)
-        broadcast_module(self._training_module, self._ranks.groups.parameters)
+        check_same_module(self.lightning_module, self._ranks.groups.control)
+        broadcast_module(self.lightning_module, self._ranks.groups.parameters)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -231,7 +231,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
         self._engine = ShardedDataParallel(
-            self._training_module,
+            self.lightning_module,
             trained(optimizers),
             self._policy,
             self._ranks.data_groups,
@@ -273,11 +273,11 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._meetings.meet()
 
     def _prepare_for_users_of_gradients(self) -> None:
-        self._engine.reducer.collects_unannounced = not self._training_module.automatic_optimization
+        self._engine.reducer.collects_unannounced = not self.lightning_module.automatic_optimization
         choice = self._policy.expose_gradients
-        trainer = self._training_module.trainer
+        trainer = self.lightning_module.trainer
         observers = observers_of_gradients(
-            self._training_module,
+            self.lightning_module,
             trainer.callbacks,
             self._engine.optimizers,
             self.precision_plugin,
@@ -294,7 +294,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
         """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
-        module = self._training_module
+        module = self.lightning_module
         between = [*observers, *observers_between_micro_batches(module, module.trainer.callbacks)]
         # A user who blocks the sending of gradients by hand expects that none is sent.
         between += [] if module.automatic_optimization else ["manual optimization"]
@@ -336,8 +336,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_validation_start(self) -> None:
         """Zeros the gradients in the shards if Lightning has zeroed those of the module."""
         super().on_validation_start()
-        trainer = self._training_module.trainer
-        forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
+        trainer = self.lightning_module.trainer
+        forgotten = not is_overridden("on_validation_model_zero_grad", self.lightning_module)
         accumulates = trainer.sanity_checking or window_is_open(trainer)
         if self._engine is not None and forgotten and not accumulates:
             self._engine.reducer.zero(set(self._engine.slots.values()))

@@ -164,12 +164,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._sharded.check_writes()
 
     @property
-    def _fsdp_module(self) -> ShardedModule:
-        if self._sharded is None:
-            raise AssertionError("a step was taken before the module was sharded")
-        return self._sharded
-
-    @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether weights are loaded after setup. Only the weights of a module on the meta device of any rank are.
@@ -178,14 +172,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """
         # Lightning asks before set-up and after it. After set-up no module is on the meta device.
         if self._loads_after_setup is None:
-            tensors = (*self._training_module.parameters(), *self._training_module.buffers())
+            tensors = (*self.lightning_module.parameters(), *self.lightning_module.buffers())
             self._loads_after_setup = any_rank(any(tensor.is_meta for tensor in tensors), self._ranks.control)
         return self._loads_after_setup
 
     @override
     def configure_ddp(self) -> None:
         """Shards the module in place. There is no wrapper around it. Collective."""
-        module = self._training_module
+        module = self.lightning_module
         self._close()
         self._refuse_pruning(module.trainer)
         self._same_data.begin()
@@ -241,7 +235,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         optimizers = trained(self.optimizers)
         stepped = [set(grouped_parameters(optimizer)) for optimizer in optimizers]
         # A shard that no optimizer of its rank has would stay as it is, while the others of its parameter move.
-        parameters = self._training_module.named_parameters()
+        parameters = self.lightning_module.named_parameters()
         stepped_by = [(name, [parameter in one for one in stepped]) for name, parameter in parameters]
         check_agreement(self._ranks.control, digest(stepped_by))
         prepare_optimizers(optimizers, self._ranks.control)
@@ -250,7 +244,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _check_optimizers(self) -> None:
         for optimizer in trained(self.optimizers):
             for parameter in grouped_parameters(optimizer):
-                if parameter not in self._fsdp_module.parameters:
+                if parameter not in self._sharded.parameters:
                     raise ValueError(
                         f"{self.flag}: a parameter of shape {tuple(parameter.shape)} is in {type(optimizer).__name__},"
                         " but was not in the module when it was sharded. Its gradients would not be averaged. Create"
@@ -260,7 +254,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _watch(self, note: Callable[[Tensor], None]) -> Callable[[], None]:
-        return self._fsdp_module.watch(note)
+        return self._sharded.watch(note)
 
     @override
     def _share_batch(self, batch: Any) -> Any:
@@ -283,12 +277,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's training step on the current parameters."""
-        self._fsdp_module.reshard()
-        with self._fsdp_module.refusing_gradients():
+        self._sharded.reshard()
+        with self._sharded.refusing_gradients():
             output = super().training_step(*args, **kwargs)
         if self._has_hooks_before_backward:
             # They see the parameters as optimizers do.
-            self._fsdp_module.reshard_before_backward()
+            self._sharded.reshard_before_backward()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
             raise RuntimeError(f"What `training_step` returned {_OF_A_SHARD}")
@@ -300,30 +294,30 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().pre_backward(closure_loss)
         # Between micro-batches, what FSDP2 keeps unreduced is not in `param.grad`.
         keeps = self._accumulation.accumulates and not self._has_observers
-        self._fsdp_module.begin_backward(closure_loss, keeps)
+        self._sharded.begin_backward(closure_loss, keeps)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a backward. If it raises, nothing is left of it: a program may catch that and continue. Collective."""
         try:
-            with self._fsdp_module.refusing_gradients():
+            with self._sharded.refusing_gradients():
                 return super().backward(*args, **kwargs)
         except BaseException:
-            self._fsdp_module.abandon_backward()
+            self._sharded.abandon_backward()
             raise
 
     @override
     def _end_backward(self, ends_window: bool, has_run: bool) -> None:
         """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
-        self._fsdp_module.free_after_backward()
+        self._sharded.free_after_backward()
         if ends_window:
-            self._fsdp_module.end_backward(lambda: self._accumulation.factor_of_mean)
+            self._sharded.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
     def _before_step(self) -> None:
-        self._fsdp_module.complete()
+        self._sharded.complete()
         # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
-        self._fsdp_module.reshard()
+        self._sharded.reshard()
         # Parameters may be added by any way, at any time.
         self._check_optimizers()
 
@@ -347,18 +341,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        within = self._fsdp_module.evaluation_step(
-            lambda: self._steps.check_all_have("gradients are computed in a step")
-        )
-        with within, self._fsdp_module.refusing_gradients():
+        within = self._sharded.evaluation_step(lambda: self._steps.check_all_have("gradients are computed in a step"))
+        with within, self._sharded.refusing_gradients():
             yield
         for _ in range(self._steps.to_follow()):
-            self._fsdp_module.follow_evaluation_step()
+            self._sharded.follow_evaluation_step()
 
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
         with watching("the comparison of modules that were evaluated"):
-            self._fsdp_module.end_evaluation(self._ranks.control)
+            self._sharded.end_evaluation(self._ranks.control)
 
     @override
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
@@ -367,11 +359,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             gather.enter_context(self._waiting())
             return gather.close
 
-        self._fsdp_module.clock = time_gather
+        self._sharded.clock = time_gather
         try:
             return super()._timed(run)
         finally:
-            self._fsdp_module.clock = None
+            self._sharded.clock = None
 
     @override
     def _module_called(self) -> str:
@@ -394,7 +386,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             MisconfigurationException: The ranks are no longer connected.
             ValueError: At its end, a parameter is gone, or has another shape or dtype.
         """
-        module = self._training_module
+        module = self.lightning_module
         if module_sharding(module) is None:
             # Before the set-up, or after a training in other processes.
             yield module
@@ -414,14 +406,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def on_train_start(self) -> None:
         """Logs what is sharded."""
         super().on_train_start()
-        owners = (self._training_module, *self._training_module.trainer.callbacks)
+        owners = (self.lightning_module, *self.lightning_module.trainer.callbacks)
         methods = {name for owner in owners for name in users_methods(owner)}
         module, callbacks = owners[0], owners[1:]
         observers = observers_of_gradients(module, callbacks, trained(self.optimizers), self.precision_plugin)
         # A callback may be on one rank alone, and what follows from it is collective.
         found = [not methods.isdisjoint(_HOOKS_BEFORE_BACKWARD), bool(observers)]
         self._has_hooks_before_backward, self._has_observers = any_rank_for_each(found, self._ranks.control)
-        self._report_what_is_sharded(self._fsdp_module)
+        self._report_what_is_sharded(self._sharded)
 
     @override
     def on_train_end(self) -> None:
@@ -430,10 +422,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
-        parameters, optimizers = list(self._training_module.parameters()), trained(self.optimizers)
-        copies = module_sharding(self._training_module).place.copies
+        parameters, optimizers = list(self.lightning_module.parameters()), trained(self.optimizers)
+        copies = module_sharding(self.lightning_module).place.copies
         # Between micro-batches, every rank may keep its whole gradients.
-        accumulates = self._training_module.trainer.accumulate_grad_batches > 1
+        accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
         is_sharded = self._policy.shard_gradients or self._has_observers or not accumulates
         own = {one: local(one).numel() for one in parameters}
         self._fit_report.say(

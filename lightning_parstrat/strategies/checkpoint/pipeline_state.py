@@ -41,13 +41,6 @@ class PipelineState(TrainingState):
         return self._parts() is None
 
     @property
-    def _held(self) -> HeldParts:
-        parts = self._parts()
-        if parts is None:
-            raise AssertionError("the state of stages was asked for outside of a training")
-        return parts
-
-    @property
     def _is_first(self) -> bool:
         """Whether this rank is in the pipeline of rank 0."""
         return 0 in self._ranks.grid.pipeline_of(self._ranks.rank)
@@ -60,24 +53,24 @@ class PipelineState(TrainingState):
     @override
     def of_module(self, saves_sharded: bool) -> dict[str, Any]:
         module, keeps = self._strategy.lightning_module, self._is_first
-        if self._held.sharded is None:
+        if self._parts().sharded is None:
             state = module.state_dict() if keeps else {}
         else:
             state = fsdp_state.gather_module_state(module, keeps)
-        return gather_module_state(module, state, self._held, self._group) if keeps else {}
+        return gather_module_state(module, state, self._parts(), self._group) if keeps else {}
 
     @override
     def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
         parameters, keeps = list(grouped_parameters(optimizer)), self._is_first
         if is_sharded(optimizer):
             state = gather_state_dict(optimizer, sharding_of(optimizer).shards)
-        elif self._held.sharded is not None:
+        elif self._parts().sharded is not None:
             state = fsdp_state.gather_optimizer_state(optimizer.state_dict(), keeps)
         else:
             state = optimizer.state_dict()
         if not keeps:
             return {**state, "state": {}}
-        return gather_optimizer_state(state, parameters, self._held, self._group)
+        return gather_optimizer_state(state, parameters, self._parts(), self._group)
 
     @override
     def own_part(self, optimizer: Optimizer, state: dict[str, Any], is_mapped: bool) -> dict[str, Any]:
