@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "AutoStrategy",
     "GradNormMonitor",
     "PipelineStrategy",
     "TunedDDPStrategy",

@@ -51,9 +51,10 @@ for name, cls in (
     print(type(strategy).__module__, type(strategy).__name__)
     import lightning_parstrat
     assert getattr(lightning_parstrat, cls) is getattr(importlib.import_module("{ours}"), cls) is type(strategy)
-    assert cls in importlib.import_module("{ours}").__all__
     assert f"class {{cls}}" in inspect.getsource(type(strategy))
     assert pickle.loads(pickle.dumps(type(strategy))) is type(strategy)
+from lightning_parstrat._namespaces import PUBLIC
+assert PUBLIC.keys() == {{*importlib.import_module("{ours}").__all__}} - {{"__version__"}}
 for name in {modules}:
     importlib.import_module(f"{ours}.{{name.removesuffix('.__init__')}}")
 for name in ("inspect", "plan", "doctor", "consolidate", "slurm"):

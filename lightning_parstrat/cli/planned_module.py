@@ -236,4 +236,4 @@ def _values(optimizers: list[Optimizer]) -> tuple[float, str]:
     sizes = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in optimizers]
     if None in ratios:
         return _ADAM_STATES, f"{names}, whose state is taken to be as large as AdamW's"
-    return sum(ratio * size for ratio, size in zip(ratios, sizes, strict=True)) / max(1, sum(sizes)), names  # type: ignore[operator]
+    return sum(ratio * size for ratio, size in zip(ratios, sizes, strict=True)) / max(1, sum(sizes)), names

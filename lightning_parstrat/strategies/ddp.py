@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import __version__ as lightning_version
@@ -181,7 +181,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        return cast(DistributedDataParallel, self.model)
+        return self.model
 
     @property
     def _has_hooks_of_users(self) -> bool:

@@ -70,7 +70,7 @@ class SamplesOnce(Part):
         sampler = next((one for one in samplers if isinstance(one, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return dataloader
-        samples = len(sampler.dataset)  # type: ignore[arg-type]
+        samples = len(sampler.dataset)
         if samples < sampler.num_replicas:
             raise MisconfigurationException(
                 f"exact_evaluation=True needs a sample for every rank, and a loader has {counted(samples, 'sample')}"

@@ -1,6 +1,6 @@
 """The parts that a strategy is made of. :class:`ComposedStrategy` calls their few hooks in one order."""
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -27,7 +27,7 @@ class Part:
 
     @property
     def _module(self) -> LightningModule:
-        return cast(LightningModule, self._strategy.lightning_module)
+        return self._strategy.lightning_module
 
     @property
     def _trainer(self) -> Trainer:

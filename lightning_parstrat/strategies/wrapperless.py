@@ -3,13 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -114,7 +114,7 @@ class WrapperlessDDPStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """Moves the module to the device. Of one that ranks divide, each part moves when it is made."""
         if self._divides_module:
-            follow_device(cast(LightningModule, self.lightning_module), self.root_device)
+            follow_device(self.lightning_module, self.root_device)
         else:
             super().model_to_device()
 

@@ -170,7 +170,7 @@ class Accumulation(Part):
         if factor is not None and loss.requires_grad:
             # Its gradient is weighed, not the loss: plugins and hooks of the user get the loss unchanged.
             weigh = functools.partial(_weighed, factor)
-            self._loss_hook = loss.register_hook(weigh)  # type: ignore[no-untyped-call]
+            self._loss_hook = loss.register_hook(weigh)
 
     def _factor_of_loss(self) -> float | Tensor | None:
         """Counts another micro-batch. Returns the factor of its loss, or None."""

@@ -45,19 +45,19 @@ class _ClippingPrecision:
         """Clips unscaled gradients, in manual optimization too, and for fused optimizers."""
         if clip_val > 0:
             self._unscale(optimizer)
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients. Clips in automatic optimization."""
         if self._clipper.looks_before_step:
             self._unscale(optimizer)
-        super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
         self._clipper.check(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps. If the step is skipped, the loss scale is updated as after a step."""
         try:
-            result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+            result = super().optimizer_step(optimizer, *args, **kwargs)
         except StepSkipped:
             scaler = _enabled_scaler(self)
             if scaler is not None and scaler.has_scaled:
