@@ -300,7 +300,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a backward. If it raises, nothing is left of it: a program may catch that and continue. Collective."""
         try:
-            with self._sharded.refusing_gradients():
+            # The module's `backward` may catch it, too.
+            with self._sharded.refusing_gradients(self._sharded.abandon_backward):
                 return super().backward(*args, **kwargs)
         except BaseException:
             self._sharded.abandon_backward()

@@ -246,6 +246,7 @@ CASES = {
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
     "gradients before the backward": Case(odd.ByGradientsBefore, oracle="ddp", zero3="in shards were asked for"),
     # DDP reduces the gradients of one.
+    "zeroed before the backward": Case(odd.ZeroesBefore, oracle="ddp"),
     "two backwards": Case(odd.TwoBackwards, ddp_tuned=None, zero3="Several backwards have run"),
     "two backwards in a window": Case(
         odd.TwoBackwards, trainer=WINDOW, ddp_tuned=None, zero3="Several backwards have run"

@@ -626,6 +626,13 @@ class ByGradientsBefore(MLP):
         (loss + 0.3 * sum(slope.pow(2).sum() for slope in slopes)).backward()
 
 
+class ZeroesBefore(MLP):
+    """Zeroes gradients between the announcement of a backward and the backward."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.optimizers().zero_grad()
+
+
 class TwoBackwards(MLP):
     """Another backward before that of the loss, and one after it."""
 

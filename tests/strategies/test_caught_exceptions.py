@@ -80,6 +80,45 @@ class Catches(Knows):
         hook.remove()
 
 
+class KnowsInBackward(Blocks):
+    """In automatic optimization, the module's ``backward`` knows which batch is too large, and does not try."""
+
+    def __init__(self, takes_half: bool) -> None:
+        super().__init__()
+        self.takes_half = takes_half
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.batch, self.fits = batch, batch_idx != TOO_LARGE
+        return self.compute_loss(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.fits:
+            loss.backward()
+            return
+        self.attempt(loss)
+        self.optimizers().zero_grad()
+        if self.takes_half:
+            self.compute_loss(self.batch[:2]).backward()
+
+    def attempt(self, loss: Tensor) -> None:
+        pass
+
+
+class CatchesInBackward(KnowsInBackward):
+    """Its ``backward`` tries, and runs out of memory."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hook = self.blocks[1].register_forward_hook(run_out_in_backward) if batch_idx == TOO_LARGE else None
+        loss = super().training_step(batch, batch_idx)
+        if hook is not None:
+            hook.remove()
+        return loss
+
+    def attempt(self, loss: Tensor) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+
+
 def run_out(*_: Any) -> None:
     raise torch.OutOfMemoryError("as a GPU would")
 
@@ -113,6 +152,25 @@ NAMES = [
 def test_the_next_step(pool: RankPool, name: str) -> None:
     for found in pool.run(2, compare, name):
         assert {case: difference for case, difference in found.items() if not difference <= FP32} == {}
+
+
+def compare_in_backward(name: str, takes_half: bool, accumulate: int) -> float:
+    arguments: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    actual = train(partial(CatchesInBackward, takes_half), STRATEGIES[name](), **arguments)
+    expected = reference(
+        ("caught in backward", takes_half, accumulate),
+        lambda: train(partial(KnowsInBackward, takes_half), ddp(), **arguments),
+    )
+    return largest_difference(actual, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_next_step_if_the_modules_backward_catches_it(pool: RankPool, name: str) -> None:
+    # A forward there reads the shards of what zero3_custom gathers with the root.
+    for takes_half in (False,) if "zero3" in name else (False, True):
+        for accumulate in (1, 2, 3):
+            for difference in pool.run(2, compare_in_backward, name, takes_half, accumulate):
+                assert difference <= FP32, (takes_half, accumulate)
 
 
 def ends_of_backwards() -> list[int]:

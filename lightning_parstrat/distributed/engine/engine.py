@@ -195,12 +195,12 @@ class ShardedDataParallel:
     def end_backward(self, scale: GradientScale | None = None) -> None:
         """Call after a backward that :meth:`prepare_backward` has announced, on all ranks."""
         recorded, self.reducer.recorded = self.reducer.recorded, None
-        if recorded is None:
-            self.reducer.end_backward()
-        else:
+        if recorded is not None:
             self._follow([slot.parameter for slot in recorded])
-            if self.reducer.synchronize:
-                self.reduce_local_gradients(scale)
+        is_sent = recorded is None and self.reducer.end_backward()
+        if self.reducer.synchronize and not is_sent:
+            # After a record, or if the program has zeroed gradients within the strategy's backward.
+            self.reduce_local_gradients(scale)
 
     def _follow(self, made: Sequence[Tensor]) -> None:
         """Rebuilds the buckets, if gradients become ready in another order than buckets are sent in. Collective.

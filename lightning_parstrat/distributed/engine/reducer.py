@@ -266,12 +266,16 @@ class GradientReducer:
             self._in_flight.append(self._send(bucket, again, backward.scale))
         self._not_waited_for.append(self._in_flight[-1])
 
-    def end_backward(self) -> None:
-        """Call after a backward that was announced: sends flags of gradients, and the buckets that are complete."""
+    def end_backward(self) -> bool:
+        """Call after a backward that was announced: sends flags of gradients, and the buckets that are complete.
+
+        Returns:
+            Whether it was still announced. If :meth:`zero` was called since, gradients are left in ``param.grad``.
+        """
         backward = self._backward
         self._remove_loss_hook()
         if backward is None or backward.message is not None:
-            return
+            return backward is not None
         if self.max_inflight is not None:
             # Other ranks may be waiting in backward for buckets that are not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)
@@ -279,6 +283,7 @@ class GradientReducer:
         self._send_flags(backward)
         if backward.queue or backward.settles_at_end:
             self._end_backward()
+        return True
 
     def _send_flags(self, backward: _Backward) -> None:
         """Sends flags to the other ranks: which parameters had gradients, and which buckets have some left over."""

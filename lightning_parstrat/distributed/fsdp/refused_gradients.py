@@ -1,6 +1,6 @@
 """Gradients of shards, which autograd cannot compute, as an error instead of nothing."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_parstrat.core.wording import counted
 
 
 @contextmanager
-def no_gradients_of(shards: Collection[Tensor]) -> Iterator[None]:
+def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within it, autograd raises an error if it is to compute gradients of shards from what is none. Not collective.
 
     Gathered tensors are in a graph, and their shards are not. So `torch.autograd.grad(allow_unused=True)` would return
@@ -21,6 +21,7 @@ def no_gradients_of(shards: Collection[Tensor]) -> Iterator[None]:
 
     Args:
         shards: Parameters.
+        failed: Called if a backward raises. The program may catch that, and continue.
     """
     own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
@@ -43,7 +44,11 @@ def no_gradients_of(shards: Collection[Tensor]) -> Iterator[None]:
         inputs = kwargs.get("inputs")
         kwargs |= {"inputs": tuple(inputs)} if isinstance(inputs, Iterator) else {}
         check(tensors, kwargs.get("inputs"))
-        own_backward(tensors, *args, **kwargs)
+        try:
+            own_backward(tensors, *args, **kwargs)
+        except BaseException:
+            failed()
+            raise
 
     torch.autograd.grad, torch.autograd.backward = grad, backward
     try:

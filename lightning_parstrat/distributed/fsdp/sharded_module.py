@@ -355,9 +355,9 @@ class ShardedModule:
         self.reshard()
         self.writes.check()
 
-    def refusing_gradients(self) -> AbstractContextManager[None]:
+    def refusing_gradients(self, failed: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """Within it, autograd raises an error if it is to compute gradients of shards. See :func:`no_gradients_of`."""
-        return no_gradients_of(self._gathered)
+        return no_gradients_of(self._gathered, failed)
 
     # Evaluations.
 

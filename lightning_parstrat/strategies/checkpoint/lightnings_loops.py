@@ -82,8 +82,10 @@ def _plateaus(trainer: Trainer) -> list[Any]:
 
 def metrics_of_schedulers(trainer: Trainer) -> dict[str, Any]:
     """The metrics that schedulers will use when the epoch ends, as far as they are known."""
-    known = trainer.callback_metrics
-    return {one.monitor: known[one.monitor].cpu() for one in _plateaus(trainer) if one.monitor in known}
+    plateaus = _plateaus(trainer)
+    # Reading metrics reduces those of the step.
+    known = trainer.callback_metrics if plateaus else {}
+    return {one.monitor: known[one.monitor].cpu() for one in plateaus if one.monitor in known}
 
 
 def epoch_ends(trainer: Trainer) -> bool:
