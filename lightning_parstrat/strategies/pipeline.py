@@ -183,7 +183,7 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._held, self._cut, self._same_data.last_stage = held, cut, pipeline.last_rank * grid.tensor
         control, number = subgroup(groups.control, grid.pipeline_of(self.global_rank)), self._policy.microbatches
         self._steps = PipelineSteps(
-            self, pipeline, held, control, replicas, self._of_stage(), number, self._batch_sizes
+            self, pipeline, held, control, self._same_data.group, replicas, self._of_stage(), number, self._batch_sizes
         )
         if grid.data > 1:
             # Stages have different buffers, and all ranks of a stage have the same.

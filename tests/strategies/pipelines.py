@@ -63,7 +63,8 @@ class Model(zoo.Zoo):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.compute_loss(batch)
         self.log("loss", loss, on_epoch=True, sync_dist=True)
-        self.log("samples", float(len(batch)), reduce_fx="sum", sync_dist=True)
+        # No number of binary digits: in double precision it must stay what it is.
+        self.log("samples", 0.1 * len(batch), reduce_fx="sum", sync_dist=True)
         return loss
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -364,9 +365,19 @@ class DropsOut(Model):
 
 
 class DropsAndMasks(Model):
-    """Drops out and draws around blocks: what the loss counts depends on the numbers that were drawn before."""
+    """Drops out and draws around blocks: what the loss counts depends on the numbers that were drawn before.
+
+    A hook draws on rank 0 alone, between batches and steps.
+    """
 
     dropout = 0.2
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            torch.rand(3)
+
+    def on_validation_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.on_train_batch_start(batch, batch_idx)
 
     def compute_loss(self, batch: Tensor) -> Tensor:
         tokens = (batch.abs() * 10).long() % WORDS

@@ -27,7 +27,7 @@ from lightning_parstrat.core.micro_batches import (
     signature,
 )
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank, broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
 from lightning_parstrat.distributed.pipeline.cut_module import PipelineError, fault_of_left
@@ -80,6 +80,7 @@ class PipelineSteps:
         pipeline: Runs the stages of this rank.
         parts: What this rank holds of the module.
         control: The ranks of the pipeline. Messages are in host memory.
+        same_data: The ranks with this one's data. Messages are in host memory.
         replicas: The ranks that do the same with other data. Messages are in host memory.
         of_stage: The ranks that hold the same stages. Messages are in host memory.
         micro_batches: Their number.
@@ -92,13 +93,14 @@ class PipelineSteps:
         pipeline: Pipeline,
         parts: HeldParts,
         control: Any,
+        same_data: Any,
         replicas: Collectives,
         of_stage: Collectives,
         micro_batches: int,
         batch_sizes: Mapping[bool, Collection[int]],
     ) -> None:
         self._strategy, self._pipeline, self._parts = strategy, pipeline, parts
-        self._control, self._replicas, self._of_stage = control, replicas, of_stage
+        self._control, self._same_data, self._replicas, self._of_stage = control, same_data, replicas, of_stage
         self._micro_batches = micro_batches
         self._batch_sizes = batch_sizes
         self._checked = set[str]()
@@ -192,7 +194,9 @@ class PipelineSteps:
         if self._parts.sharded is not None:
             # They stay gathered until the backwards, or the evaluation, have ended.
             self._parts.sharded.gather()
-        with _random_numbers(self._strategy.root_device) as seed:
+        # Hooks may have drawn on some ranks alone, such as for a picture on rank 0.
+        base = broadcast_object(int(torch.randint(2**62, ())), self._same_data)
+        with _random_numbers(self._strategy.root_device, base) as seed:
             self._pipeline.run(step, loss, shapes, seed, trains=kind == "train")
         return taken
 
@@ -358,11 +362,10 @@ def _loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
 
 
 @contextmanager
-def _random_numbers(device: torch.device) -> Generator[Seed, None, None]:
-    """Yields what seeds a place of a micro-batch's step, the same on all ranks. Afterwards they continue alike."""
+def _random_numbers(device: torch.device, base: int) -> Generator[Seed, None, None]:
+    """Yields what seeds a place of a micro-batch's step. Afterwards each rank continues as before."""
     # `torch.manual_seed` takes 3 ms without a GPU: it keeps its call, with a trace of the stack, for a later one.
     modules = [] if device.type == "cpu" else [torch.get_device_module(device)]
-    base = int(torch.randint(2**62, ()))
     state = rng_state()
 
     def seed(number: int, place: int) -> None:
@@ -427,7 +430,9 @@ class _Taken:
                 )
             return place
         # A copy, as code may change it. Not on the host: the backward need not wait for it.
-        return value.detach().clone() if isinstance(value, Tensor) else value
+        # Numbers become tensors here, in the step's precision, as Lightning does it.
+        is_tensor = isinstance(value, Tensor)
+        return value.detach().clone() if is_tensor else torch.tensor(value, dtype=torch.get_default_dtype())
 
     def joined(self, sizes: Sequence[int]) -> list[_Call]:
         """The calls of a step on the whole batch, given the number of samples of each micro-batch."""
@@ -448,7 +453,7 @@ class _Taken:
             kwargs = {**kwargs, "batch_size": sum(counts)}
         if isinstance(value, str):
             return self._of_metric(name, value, kwargs)
-        values = [torch.as_tensor(call.value).cpu() for call, _ in alike]
+        values = [call.value.cpu() for call, _ in alike]
         return [_Call(name, _together(values, counts, kwargs.get("reduce_fx", "mean")), kwargs)]
 
     def _of_metric(self, name: str, metric: str, kwargs: Mapping[str, Any]) -> list[_Call]:
