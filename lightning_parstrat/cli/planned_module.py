@@ -162,8 +162,8 @@ def _model(config: Any, path: Path, class_path: str | None) -> Mapping[str, Any]
         section = {"class_path": class_path, "init_args": section}
     if section["class_path"] is None:
         raise UsageError(
-            f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
-            " passes to LightningCLI, such as --model my_package.model.MyModule."
+            f"{path} does not give the module's class. Add --model with the class that the program passes to"
+            " LightningCLI, such as --model my_package.model.MyModule."
         )
     return section
 
