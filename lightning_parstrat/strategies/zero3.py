@@ -1,5 +1,6 @@
 """``zero3_custom``: the results of DDP, with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
+import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -298,10 +299,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a backward. If it raises, nothing is left of it: a program may catch that and continue. Collective."""
+        """Runs a backward. A program may catch its exception, zero gradients and continue. Collective."""
         try:
             # The module's `backward` may catch it, too.
-            with self._sharded.refusing_gradients(self._sharded.abandon_backward):
+            with self._sharded.refusing_gradients(functools.partial(self._sharded.abandon_backward, goes_on=True)):
                 return super().backward(*args, **kwargs)
         except BaseException:
             self._sharded.abandon_backward()
@@ -388,6 +389,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             ValueError: At its end, a parameter is gone, or has another shape or dtype.
         """
         module = self.lightning_module
+        if module is None:
+            raise MisconfigurationException("`full_parameters()` was called before `fit`, so there is no module yet.")
         if module_sharding(module) is None:
             # Before the set-up, or after a training in other processes.
             yield module

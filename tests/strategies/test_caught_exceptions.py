@@ -119,6 +119,20 @@ class CatchesInBackward(KnowsInBackward):
             loss.backward()
 
 
+class Weighed(Blocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.compute_loss(batch), "loss_weight": float(1 + batch_idx % 3)}
+
+
+class TriesAnother(Weighed):
+    """Each backward comes after another one that fails, and that has nothing to do with the module."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(RuntimeError):
+            torch.ones(()).backward()
+        loss.backward()
+
+
 def run_out(*_: Any) -> None:
     raise torch.OutOfMemoryError("as a GPU would")
 
@@ -171,6 +185,17 @@ def test_the_next_step_if_the_modules_backward_catches_it(pool: RankPool, name: 
         for accumulate in (1, 2, 3):
             for difference in pool.run(2, compare_in_backward, name, takes_half, accumulate):
                 assert difference <= FP32, (takes_half, accumulate)
+
+
+def compare_weighed(name: str, accumulate: int) -> float:
+    runs = [train(module, STRATEGIES[name](), accumulate_grad_batches=accumulate) for module in (TriesAnother, Weighed)]
+    return largest_difference(*runs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_that_counts_after_one_that_fails(pool: RankPool, name: str) -> None:
+    for accumulate in (1, 2):
+        assert all(one <= FP32 for one in pool.run(2, compare_weighed, name, accumulate))
 
 
 def ends_of_backwards() -> list[int]:

@@ -270,12 +270,12 @@ class GradientReducer:
         """Call after a backward that was announced: sends flags of gradients, and the buckets that are complete.
 
         Returns:
-            Whether it was still announced. If :meth:`zero` was called since, gradients are left in ``param.grad``.
+            Whether it was still announced. Otherwise gradients may be left in ``param.grad``, as after :meth:`zero`.
         """
         backward = self._backward
         self._remove_loss_hook()
         if backward is None or backward.message is not None:
-            return backward is not None
+            return False
         if self.max_inflight is not None:
             # Other ranks may be waiting in backward for buckets that are not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)

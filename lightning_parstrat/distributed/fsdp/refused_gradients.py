@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.torch_compat import current_graph_task_id
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
 
     Args:
         shards: Parameters.
-        failed: Called if a backward raises. The program may catch that, and continue.
+        failed: Called if a backward raises that is not within another one. The program may catch that, and continue.
     """
     own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
@@ -47,7 +48,8 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
         try:
             own_backward(tensors, *args, **kwargs)
         except BaseException:
-            failed()
+            if current_graph_task_id() == -1:
+                failed()
             raise
 
     torch.autograd.grad, torch.autograd.backward = grad, backward

@@ -487,6 +487,8 @@ class ShardedModule:
                 " In a `backward` of the module, add losses up, and run one. Activation checkpointing runs some with"
                 " use_reentrant=True: pass use_reentrant=False."
             )
+        if self._may_have_dropped:
+            self._used.difference_update([n for n, one in enumerate(self.leaves) if one.parameter.grad is None])
         used = [number in self._used for number in range(len(self.leaves))]
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.
         left_over = [any(one.grad is not None for _, one in gathered_by_fsdp(part)) for part in self._parts]
@@ -514,15 +516,22 @@ class ShardedModule:
             multiply_all(gradients, scale)
         self._forget_backwards()
 
-    def abandon_backward(self) -> None:
-        """Drops a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
+    def abandon_backward(self, goes_on: bool = False) -> None:
+        """Drops a backward that an exception has ended, with its gradients that were not reduced. Not collective.
+
+        Args:
+            goes_on: Whether the module's ``backward`` may catch it. What was announced then still counts.
+        """
         self.reshard()
         for tensor in self._gathered.values():
             tensor.grad = None
         for part in self._parts:
             for _, fsdp_param in fsdp_params_of(part):
                 fsdp_param.unsharded_accumulated_grad = None
-        self._forget_backwards()
+        self._graph_tasks.clear()
+        self._may_have_dropped = True
+        if not goes_on:
+            self._forget_backwards()
         self._is_stuck = not hasattr(self.module, "reset_iter_state")
 
     def _forget_backwards(self) -> None:
@@ -531,6 +540,8 @@ class ShardedModule:
         self._order: list[int] = []
         self._graph_tasks: set[int] = set()
         self._backwards = 0
+        self._may_have_dropped = False
+        """Whether the program may have dropped gradients of backwards that have run."""
         self._zeroed.clear()
 
     def complete(self) -> None:
@@ -539,9 +550,7 @@ class ShardedModule:
         FSDP2 has reduced those of shards. Those of whole parameters are local until then.
         """
         if self._graph_tasks and not self._backwards:
-            self._backwards = len(self._graph_tasks)
-            # The program may have dropped some.
-            self._used.difference_update([n for n, one in enumerate(self.leaves) if one.parameter.grad is None])
+            self._backwards, self._may_have_dropped = len(self._graph_tasks), True
             self.end_backward(lambda: 1.0)
 
     @torch.no_grad()
