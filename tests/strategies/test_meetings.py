@@ -33,11 +33,21 @@ from tests.comparing import assert_same, distance
 from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor, plain_sgd
-from tests.strategies.parity import Looks, ddp, looks_at_no_gradient, make_trainer, train, zero1
+from tests.strategies.parity import Looks, ddp, largest_difference, looks_at_no_gradient, make_trainer, train, zero1
 from tests.strategies.test_report import listening
 
 SAMPLES, BATCH, EVERY = 40, 4, 3
 OUTER = {"outer_every": EVERY, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def compare_to_ddp() -> float:
+    alone = zero1(shard_group=2, outer_every=1, outer_lr=1.0, outer_momentum=0.0)
+    make = partial(zoo.MLP, plain_sgd)
+    return largest_difference(train(make, alone), train(make, ddp()))
+
+
+def test_groups_that_meet_after_each_step_of_sgd_train_as_ddp_does(pool: RankPool) -> None:
+    assert all(one <= 2e-6 for one in pool.run(4, compare_to_ddp))
 
 
 class Case(NamedTuple):
