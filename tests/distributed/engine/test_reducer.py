@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,6 +26,19 @@ from tests.pool import RankPool
 
 # A few samples for each rank.
 loss_of = partial(squared_error, shape=(3, 6), target=0.0)
+
+
+def freeze_on_one_rank() -> None:
+    module = layers()
+    engine = make_engine(module, sgd(module.parameters()))
+    module[1].requires_grad_(dist.get_rank() == 0)
+    backward(engine, loss_of(module, dist.get_rank()))
+    with pytest.raises(RuntimeError, match="`requires_grad` must be set alike"):
+        engine.reducer.finish(engine.buckets)
+
+
+def test_ranks_that_disagree_about_trainable_parameters_get_an_error_and_do_not_hang(own_pool: RankPool) -> None:
+    own_pool.run(2, freeze_on_one_rank)
 
 
 def untouched_half() -> int:
