@@ -1,4 +1,4 @@
-"""What backward sends and what it does not, when, and what is in flight together."""
+"""Messages of a backward, and when they are sent; transfers in flight together; ranks that disagree."""
 
 from contextlib import nullcontext
 from functools import partial
