@@ -390,7 +390,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """
         module = self.lightning_module
         if module is None:
-            raise MisconfigurationException("`full_parameters()` was called before `fit`. Call it in a hook, or afterwards.")
+            raise MisconfigurationException("`full_parameters()` was called before `fit`. Call it in a hook or later.")
         if module_sharding(module) is None:
             # Before the set-up, or after a training in other processes.
             yield module
