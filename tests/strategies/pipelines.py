@@ -354,6 +354,22 @@ class Unfreezes(Model):
         self.position.requires_grad_(self.current_epoch > 0)
 
 
+class Joins(Model):
+    """Its first blocks, and later what is around them, join the optimizer in groups of their own."""
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([one for block in self.blocks[2:] for one in block.parameters()])
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1 and self.current_epoch == 0:
+            self.join([one for block in self.blocks[:2] for one in block.parameters()])
+        if batch_idx == 2 and self.current_epoch == 0:
+            self.join([self.embedding.weight, self.position, *self.norm.parameters()])
+
+    def join(self, parameters: list[Tensor]) -> None:
+        self.optimizers(use_pl_optimizer=False).add_param_group({"params": parameters, "lr": 0.02})
+
+
 class UnfreezesOnly(Unfreezes):
     """FSDP2 refuses blocks that change their input."""
 

@@ -63,6 +63,7 @@ from tests.strategies.pipelines import (
     Halves,
     HeadFirst,
     Hooked,
+    Joins,
     KeepsStatistics,
     LeavesOut,
     Lengths,
@@ -167,6 +168,9 @@ CASES = {
     "norms between shared layers": Case(NormsParts, tolerance=5e-6, strategy=SHARED, ranks=(4,)),
     "shared": Case(Planned, zoo.adamw, 2e-5, CLIP, {**SHARED, "schedule": "interleaved"}, (4,)),
     "sharded": Case(UnfreezesOnly, zoo.adamw, 2e-5, CLIP, {**SHARDED, "schedule": "gpipe"}, (4,)),
+    "joins": Case(Joins),
+    "joins in pipelines": Case(Joins, tolerance=5e-6, strategy=TWO, ranks=(4,)),
+    "joins in pipelines, sharded": Case(Joins, zoo.adamw, 2e-5, strategy=SHARDED, ranks=(4,)),
     "unfrozen in pipelines": Case(Unfreezes, trainer=CLIP, strategy={**TWO, "stages": [1, 3]}, ranks=(4,)),
     **{
         schedule: Case(Lengths, trainer=CLIP, strategy={"schedule": schedule}, ranks=(2,))

@@ -152,7 +152,9 @@ def met(what: str, group: dist.ProcessGroup, advice: str = "", of: str = "") -> 
         return
     with watching(what, advice):
         liveness = _OF_TRAININGS.get(world) or begin_liveness("")
-        missing = liveness.missing(what, None, f"{small_reductions_of(group)} {of}")
+        # Ranks of other stages have another group, with another count.
+        point = small_reductions_of(group) if group.size() == dist.get_world_size() else ""
+        missing = liveness.missing(what, None, f"{point} {of}")
         if missing:
             raise MissingRanksError(f"{what}: {names_of(missing)} did not come. {advice}".rstrip())
         yield
