@@ -51,6 +51,7 @@ from tests.strategies.pipelines import (
     MICRO,
     SAMPLES,
     WIDTH,
+    WORDS,
     Block,
     Compiled,
     Depth,
@@ -982,6 +983,13 @@ class Refused(NamedTuple):
     ranks: int = 2
 
 
+class GetsHead(Model):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head = nn.Linear(WIDTH, WORDS)
+            self.trainer.optimizers[0].add_param_group({"params": self.head.parameters()})
+
+
 class NormedTwice(Normed):
     """One norm before the blocks and after them."""
 
@@ -1015,6 +1023,8 @@ REFUSED = {
     "a rate at the end": Refused(SetsRateAtTheEnd, "A step has set a number of an optimizer's group, such as"),
     "in many places, split": Refused(UsesInManyPlaces, "splits backwards, and torch fails", {"schedule": "zbv"}),
     "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
+    "a new head": Refused(GetsHead, r"has got head\.weight, head\.bias since it was divided into stages"),
+    "a new head, sharded": Refused(GetsHead, r"has got head\.weight, head\.bias since", SHARDED, ranks=4),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),
     "fails in backward": Refused(FailsBackward, "in backward"),
     "frozen, split": Refused(FreezesFirst, "torch loses gradients", {"schedule": "zero_bubble"}),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.core.stages import Stages, balanced
 from lightning_parstrat.core.tensor_trees import are_same
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank_for_each
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
@@ -266,6 +267,18 @@ class HeldParts:
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank counts a parameter: one of those that hold it does."""
         return self.ranks_of[parameter][0] == self._rank
+
+    def check(self) -> None:
+        """Raises an error if the module has got new parameters. Not collective.
+
+        Raises:
+            ValueError: It has.
+        """
+        if new := [name for name, one in self._module.named_parameters() if one not in self.ranks_of]:
+            raise ValueError(
+                f"The module has got {listed(new)} since it was divided into stages. Make all layers in `__init__` or"
+                " in `configure_model`, and set `requires_grad` of those that are trained later."
+            )
 
     def settle(self, control: dist.ProcessGroup, replicas: Collectives) -> dict[Tensor, nn.Parameter]:
         """Leaves each parameter that all ranks hold to the ranks that have used it in a step. Collective.

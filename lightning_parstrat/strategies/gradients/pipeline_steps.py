@@ -131,7 +131,9 @@ class PipelineSteps:
 
         Raises:
             PipelineError: The step cannot be cut, or has failed. Raised on all ranks of the pipeline.
+            ValueError: The module has got new parameters.
         """
+        self._parts.check()
         micro_batches, sizes = self._cut_batch("training_step", batch)
         sharded = self._parts.sharded
         losses: dict[int, tuple[Tensor, float]] = {}
