@@ -24,6 +24,7 @@ from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
+from tests.strategies.cases import plain_sgd
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -229,6 +230,40 @@ def test_a_module_is_a_plain_one_within_full_parameters_when_a_training_has_ende
     expected = pool.run(2, export, "ddp")
     for strategy in ("zero3", "zero3 at once"):
         assert_same(pool.run(2, export, strategy), expected, **CLOSE)
+
+
+def fit_twice(strategy: str, manual: bool) -> Any:
+    """Steps are set on the object, such as of a library's model. They outlast a validation and a training."""
+    torch.manual_seed(0)
+    module: Any = zoo.MLP(plain_sgd)
+    module.automatic_optimization = not manual
+
+    def step(batch: Tensor, batch_idx: int) -> Any:
+        loss = module.compute_loss(2 * batch)
+        if manual:
+            module.optimizers().zero_grad()
+            module.manual_backward(loss)
+            module.optimizers().step()
+        return loss
+
+    module.training_step = step
+    module.predict_step = lambda batch, *_: 3 * module.net(batch)
+    make_trainer(STRATEGIES[strategy]()).validate(module, own(16), verbose=False)
+    batch, found = torch.linspace(-1, 1, zoo.FEATURES).repeat(3, 1), []
+    for _ in range(2):
+        trainer = make_trainer(STRATEGIES[strategy](), max_epochs=1)
+        trainer.fit(module, own(32))
+        with shown(trainer, strategy):
+            twin = copy.deepcopy(module)
+            found.append(
+                [one.detach().clone() for one in (module.predict_step(batch), twin.net(batch), *module.parameters())]
+            )
+    return found
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_steps_that_are_set_on_the_object_stay(pool: RankPool, manual: bool) -> None:
+    assert_same(pool.run(2, fit_twice, "zero3", manual), pool.run(2, fit_twice, "ddp", manual), **CLOSE)
 
 
 class Writes(Callback):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
@@ -36,7 +36,7 @@ from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_shardi
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
-from lightning_parstrat.distributed.fsdp.whole import STEPS
+from lightning_parstrat.distributed.fsdp.whole import register_steps, unregister_steps
 from lightning_parstrat.distributed.fsdp.writes import Writes, refusal
 from lightning_parstrat.distributed.gradients.loss_weights import watch_gradients
 from lightning_parstrat.distributed.torch_compat import (
@@ -119,7 +119,7 @@ class ShardedModule:
         device: The device on which the module is to train.
         messages: Combine over ranks which parameters were used. Every backward that sends has one message.
         policy: How to shard, gather and reduce. Gradients in fp64 are summed in that.
-        by_child: Whether training calls children of the root instead of one of :data:`STEPS`, as in manual
+        by_child: Whether training calls children of the root instead of one of its steps, as in manual
             optimization. Then the root itself has no parameters that are gathered.
         autocasts: Whether autocast rounds to bf16.
 
@@ -187,8 +187,7 @@ class ShardedModule:
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
         if not by_child:
-            for step in STEPS:
-                register_fsdp_forward_method(module, step)
+            register_steps(module)
         self._follow_gathers()
 
     def _follow_gathers(self) -> None:
@@ -584,6 +583,4 @@ class ShardedModule:
             hook.remove()
         if self._cut is not None:
             self._cut.close()
-        for step in STEPS:
-            with suppress(KeyError):
-                del vars(self.module)[step]
+        unregister_steps(self.module)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.wording import listed
@@ -17,8 +17,11 @@ from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 _ADDED: set[str] = set()
 """Names of attributes that sharding has added to modules."""
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that are called instead of ``forward``."""
+
+_OF_PROGRAM = "of_program"
+"""The name of an attribute of registered methods: what the program had set on the object, or None."""
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 _WHO_CUTS = "torch.distributed.tensor."
@@ -116,6 +119,7 @@ def plain(module: nn.Module, keeps_cut: bool = False) -> Iterator[None]:
                 own_class: Any = next(cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule))
                 part.__class__ = own_class
             undo.callback(own.update, {name: own.pop(name) for name in _ADDED & own.keys()})
+            undo.callback(own.update, unregister_steps(part))
             for hooks in [own[name] for name in _HOOKS if isinstance(own.get(name), dict)]:
                 undo.callback(_restore_hooks, hooks, dict(hooks))
                 for number in [number for number, hook in hooks.items() if _is_of(hook, added)]:
@@ -146,9 +150,31 @@ def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
         modules: Sharded by FSDP2, which has given each another class.
         added: Names of attributes that sharding has added. Copies do not have them.
     """
-    _ADDED.update(added, STEPS)
+    _ADDED.update(added)
     for module in modules:
         cast(Any, type(module)).__deepcopy__ = _copy
+
+
+def register_steps(module: nn.Module) -> None:
+    """Makes FSDP2 gather the root's parameters in a LightningModule's steps, as in ``forward``. Not collective."""
+    for name in _STEPS:
+        of_program = vars(module).get(name)
+        register_fsdp_forward_method(module, name)
+        setattr(vars(module)[name].__func__, _OF_PROGRAM, of_program)
+
+
+def unregister_steps(module: nn.Module) -> dict[str, Any]:
+    """Restores the steps that a program has set on the object. Not collective.
+
+    Returns:
+        The registered ones by their names.
+    """
+    own = vars(module)
+    functions = {name: getattr(own[name], "__func__", None) for name in _STEPS if name in own}
+    registered = {name: own.pop(name) for name, function in functions.items() if hasattr(function, _OF_PROGRAM)}
+    of_program = {name: getattr(functions[name], _OF_PROGRAM) for name in registered}
+    own.update({name: step for name, step in of_program.items() if step is not None})
+    return registered
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
