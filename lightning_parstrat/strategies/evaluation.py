@@ -55,7 +55,7 @@ class SamplesOnce(Part):
         """Returns the loader with such a sampler. It is a copy: the user's may be that of a training, too.
 
         Raises:
-            MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
+            MisconfigurationException: There are so few samples that some ranks would have no batch.
         """
         if not _evaluates(self._trainer) or not isinstance(dataloader, DataLoader):
             return dataloader
@@ -70,17 +70,19 @@ class SamplesOnce(Part):
         sampler = next((one for one in samplers if isinstance(one, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return dataloader
-        samples = len(sampler.dataset)
-        if samples < sampler.num_replicas:
+        samples, ranks = len(sampler.dataset), sampler.num_replicas
+        # Those of a batch, if an incomplete one is dropped.
+        fewest = found.batch_size if found.drop_last and found.batch_size else 1
+        if samples // ranks < fewest:
             raise MisconfigurationException(
-                f"exact_evaluation=True needs a sample for every rank, and a loader has {counted(samples, 'sample')}"
-                f" for {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then"
-                " samples are repeated."
+                f"exact_evaluation=True needs {counted(fewest, 'sample')} for every rank, and a loader has"
+                f" {counted(samples, 'sample')} for {ranks} ranks. Evaluate on fewer ranks, or with drop_last=False."
+                " Or leave exact_evaluation out: then samples are repeated."
             )
         once = copy.copy(sampler)
         # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
         once.total_size = samples
-        once.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+        once.num_samples = len(range(sampler.rank, samples, ranks))
         for name in ("sampler", "batch_sampler"):
             # A batch sampler may have it in several places.
             same = {id(sampler): once, id(sampler.dataset): sampler.dataset}

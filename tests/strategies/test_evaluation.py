@@ -259,7 +259,7 @@ def as_batch(sample: Sequence[Tensor]) -> list[Tensor]:
     return [one[None] for one in sample]
 
 
-OwnSampler = Literal["none", "distributed", "in batches", "by samples"]
+OwnSampler = Literal["none", "distributed", "in batches", "by samples", "full batches"]
 
 
 def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnSampler = "none") -> Any:
@@ -268,7 +268,9 @@ def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnS
         loader = DataLoader(samples, batch_sampler=Pairs(SequentialSampler(samples), 2, drop_last=False))
     else:
         sampler = DistributedSampler(samples, shuffle=False) if own in ("distributed", "by samples") else None
-        batches = {"batch_size": None, "collate_fn": as_batch} if own == "by samples" else {"batch_size": 2}
+        batches: dict[str, Any] = {"batch_size": 2, "drop_last": own == "full batches"}
+        if own == "by samples":
+            batches = {"batch_size": None, "collate_fn": as_batch}
         loader = DataLoader(samples, sampler=sampler, **batches)
     module = Evaluated()
     trainer = make_trainer(STRATEGIES[strategy](exact_evaluation=exact))
@@ -314,6 +316,7 @@ def test_exact_evaluation_sees_each_sample_once(
     assert len([sample for seen, _ in padded for sample in seen]) == -(-size // ranks) * ranks * times
 
 
-def test_exact_evaluation_needs_a_sample_for_every_rank(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="2 samples for 3 ranks"):
-        pool.run(3, evaluate_exactly, "zero1_custom", "validate", 2, True, timeout=TIMEOUT)
+@pytest.mark.parametrize(("samples", "own"), [(2, "none"), (5, "full batches")])
+def test_exact_evaluation_needs_a_batch_for_every_rank(pool: RankPool, samples: int, own: OwnSampler) -> None:
+    with pytest.raises(RankError, match=f"{samples} samples for 3 ranks"):
+        pool.run(3, evaluate_exactly, "zero1_custom", "validate", samples, True, own, timeout=TIMEOUT)
