@@ -11,48 +11,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_parstrat._namespaces import PUBLIC, public_class
 
-if TYPE_CHECKING:
-    from pytorch_lightning import callbacks, strategies
-
-    from lightning_parstrat.strategies import auto, ddp, pipeline, zero1, zero3
-    from lightning_parstrat.strategies.gradients import grad_norm_monitor
-
-    # To a type checker, the classes belong to both namespaces: they have our arguments, and the Trainer takes them.
-    class AutoStrategy(auto.AutoStrategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.AutoStrategy`."""
-
-    class GradNormMonitor(grad_norm_monitor.GradNormMonitor, callbacks.Callback):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.GradNormMonitor`."""
-
-    class PipelineStrategy(pipeline.PipelineStrategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.PipelineStrategy`."""
-
-    class TunedDDPStrategy(ddp.TunedDDPStrategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.TunedDDPStrategy`."""
-
-    class ZeRO1Strategy(zero1.ZeRO1Strategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.ZeRO1Strategy`."""
-
-    class ZeRO2Strategy(zero1.ZeRO2Strategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.ZeRO2Strategy`."""
-
-    class ZeRO3Strategy(zero3.ZeRO3Strategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """The same as :class:`lightning_parstrat.ZeRO3Strategy`."""
-
-
-__all__ = [
-    "AutoStrategy",
-    "GradNormMonitor",
-    "PipelineStrategy",
-    "TunedDDPStrategy",
-    "ZeRO1Strategy",
-    "ZeRO2Strategy",
-    "ZeRO3Strategy",
-]
+__all__ = [*PUBLIC]
 
 # A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []
