@@ -109,6 +109,8 @@ Used through this file: what for | what happens without it.
         Keeps writes to gathered parameters before they are freed | Such writes are lost.
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event
         Makes the next gather of a GPU wait for writes | Such writes may be lost.
+    torch.Tensor._base
+        Finds the views that a block returns, which are copied | A step of zero3_custom fails.
     torch.Tensor._version
         Finds writes to shards within a step | zero3_custom does not begin.
 
@@ -161,6 +163,11 @@ accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator
     "_post_accumulate_grad_hooks"
 )
 """The hooks for a parameter's accumulated gradient, by their ids, in the order of registration."""
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return tensor._base is not None
 
 
 def has_hooks(parameter: Tensor) -> bool:

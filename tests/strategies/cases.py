@@ -124,6 +124,7 @@ def in_16_bits(precision: str, tolerance: float) -> Case:
     return Case(zoo.MLP, sgd, oracle="ddp", tolerance=tolerance, world_sizes=(2, 3), **narrow)
 
 
+NOT_GATHERED = "a block of `zero3_custom` whose parameters were not gathered"
 ROOT, UNITS = {"min_num_params": 10**9}, {"min_num_params": 0}
 """All parameters are gathered for a whole step; or those of blocks by themselves."""
 STAY, ONE_BY_ONE = {"reshard_after_forward": False}, {"auto_wrap_policy": ["Linear"]}
@@ -323,6 +324,9 @@ CASES = {
     "shards: halved in a window, whole": of_shards(for_shards.HalvesBetween, WHOLE, trainer=WINDOW),
     "shards: watched on a rank": of_shards(for_shards.WatchedOnARank, {**ONE_BY_ONE, **STAY, **WHOLE}, trainer=WINDOW),
     "shards: written by a block": of_shards(for_shards.Clamps, UNITS),
+    "shards: views are changed": of_shards(for_shards.ChangesViews),
+    "shards: views are changed, units": of_shards(for_shards.ChangesViews, UNITS, trainer=WINDOW),
+    "shards: views are changed, units stay": of_shards(for_shards.ChangesViews, {**UNITS, **STAY}),
     # Losses that are made of gradients.
     "shards: called again": of_shards(for_shards.CalledAgain),
     "shards: called again, accumulated whole": of_shards(for_shards.CalledAgain, WHOLE, trainer=WINDOW),
@@ -354,7 +358,8 @@ CASES = {
         for_shards.MakesIdentity, zero3="'blocks.1.linear.weight' was given another size"
     ),
     "shards: norms logged": of_shards(for_shards.LogsNorms, zero3="its data is not allocated yet"),
-    "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3="setStorage"),
+    "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3=NOT_GATHERED),
+    "shards: objects with tensors": of_shards(for_shards.ReturnsObjects, UNITS, zero3=NOT_GATHERED),
     "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),
     "shards: other backwards, accumulated": of_shards(for_shards.Drops, zero3=DIFFERENT, trainer=WINDOW),
     "shards: other modules without gradients": of_shards(for_shards.CallsWithoutGradients, zero3=DIFFERENT),

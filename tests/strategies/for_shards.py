@@ -7,6 +7,7 @@ parameter.
 import copy
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -140,6 +141,54 @@ class Scores(zoo.Zoo):
 
     def compute_loss(self, batch: Tensor) -> Tensor:
         return self.score(batch).pow(2).mean()
+
+
+class Viewing(nn.Module):
+    """Returns views: of its result, and of its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), nn.Parameter(torch.linspace(-1, 1, 32).view(4, 8))
+
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        hidden = self.linear(torch.tanh(hidden)).view(-1, 2, 4)
+        return {"hidden": hidden, "part": self.table[:2].sum(0), "table": self.table, "first": self.table[0]}
+
+
+class ChangesViews(Scores):
+    """Changes what blocks return in place, and uses tables of blocks that have run."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(Viewing() for _ in range(3))
+
+    def score(self, batch: Tensor) -> Tensor:
+        hidden, tables = torch.tanh(self.entrance(batch)), 0.0
+        for block in self.blocks:
+            outputs = block(hidden)
+            tables = tables + outputs["table"].mean() + outputs["first"].pow(2).mean() + outputs["part"].mean()
+            new = outputs["hidden"]
+            new += hidden.view(-1, 2, 4)
+            new[:, 0] *= 0.5
+            hidden = torch.relu_(new).flatten(1)
+        return self.exit(hidden) + tables
+
+
+class PutsIntoObject(nn.Sequential):
+    def forward(self, hidden: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(hidden=super().forward(hidden))
+
+
+class ReturnsObjects(Scores):
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(PutsIntoObject(nn.Linear(8, 8)) for _ in range(3))
+
+    def score(self, batch: Tensor) -> Tensor:
+        hidden = torch.tanh(self.entrance(batch))
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden).hidden)
+        return self.exit(hidden)
 
 
 class CalledAgain(Scores):

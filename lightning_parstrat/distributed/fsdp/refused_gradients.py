@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.fsdp.outputs import explained_errors
 from lightning_parstrat.distributed.torch_compat import current_graph_task_id
 
 
@@ -39,14 +40,16 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
         check(outputs, inputs)
-        return own_grad(outputs, inputs, *args, **kwargs)
+        with explained_errors():
+            return own_grad(outputs, inputs, *args, **kwargs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         inputs = kwargs.get("inputs")
         kwargs |= {"inputs": tuple(inputs)} if isinstance(inputs, Iterator) else {}
         check(tensors, kwargs.get("inputs"))
         try:
-            own_backward(tensors, *args, **kwargs)
+            with explained_errors():
+                own_backward(tensors, *args, **kwargs)
         except BaseException:
             if current_graph_task_id() == -1:
                 failed()
