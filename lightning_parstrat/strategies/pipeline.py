@@ -2,7 +2,8 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -57,7 +58,7 @@ from lightning_parstrat.strategies.data.same_data import SameData
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from lightning_parstrat.strategies.gradients.pipeline_differences import BATCH_NORMS
 from lightning_parstrat.strategies.gradients.pipeline_steps import PipelineSteps, replace_stepped
-from lightning_parstrat.strategies.lightning_compat import minor, trained, wrapped
+from lightning_parstrat.strategies.lightning_compat import minor, trained, unwrapped, wrapped
 from lightning_parstrat.strategies.wrapperless import EqualRanks, WrapperlessDDPStrategy
 
 
@@ -367,6 +368,30 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         # Lightning's wrappers are older than the shards. New wrappers have the methods of sharded optimizers.
         self._lightning_optimizers = [wrapped(one, self) for one in self.optimizers]
 
+    def _unshard_state(self) -> None:
+        """Gives optimizers their own methods again. Their state is dropped."""
+        if self._engine is not None:
+            self._engine.close()
+            for optimizer in self._engine.optimizers:
+                forget_sharding(optimizer)
+            self._engine = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers in training. If new ones are set, their state is divided. Collective then."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        engine = self._engine
+        are_new = engine is not None and any(unwrapped(one) not in engine.optimizers for one in trained(optimizers))
+        if are_new:
+            self._unshard_state()
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapped(one, self) for one in optimizers]
+        if are_new:
+            self._shard_state()
+
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's validation step on micro-batches. Collective."""
@@ -385,13 +410,6 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Runs the user's predict step on micro-batches. Collective."""
         output: STEP_OUTPUT = self._steps.evaluate("predict_step", batch, *args, *kwargs.values())
         return output
-
-    @override
-    def on_validation_end(self) -> None:
-        """Frees the parameters that a validation has gathered."""
-        super().on_validation_end()
-        if self._held is not None and self._held.sharded is not None:
-            self._held.sharded.free()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
@@ -494,12 +512,9 @@ class PipelineStrategy(ComposedStrategy, WrapperlessDDPStrategy):
         fits = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = trained(self.optimizers) if fits else []
         states = [self._checkpoints.optimizer_state(Optimizer.state_dict, optimizer) for optimizer in optimizers]
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-            for optimizer in optimizers:
-                forget_sharding(optimizer)
-        weights = self._checkpoints.module_state(module.state_dict)
+        self._unshard_state()
+        with _state_by_name(module):
+            weights = self._checkpoints.module_state(module.state_dict)
         if not self.is_global_zero:
             return
         replace_stepped(optimizers, held.make_whole(weights))
@@ -529,6 +544,20 @@ def _refuse_renamed(module: LightningModule) -> None:
             f"`state_dict` gives parameters other names, such as {listed(renamed)}. Ranks find those of their stages by"
             " name. Rename them in `on_save_checkpoint`, which has the whole checkpoint on rank 0."
         )
+
+
+@contextmanager
+def _state_by_name(module: LightningModule) -> Iterator[None]:
+    """Within it, ``state_dict`` has all tensors by their names. A program's own may leave some out."""
+    attributes = vars(module)
+    had = {name: attributes.pop(name) for name in ("state_dict",) if name in attributes}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    attributes["state_dict"] = lambda: {in_state_dict(name): one.detach() for name, one in named}
+    try:
+        yield
+    finally:
+        del attributes["state_dict"]
+        attributes.update(had)
 
 
 @torch.no_grad()

@@ -360,7 +360,7 @@ class HeldParts:
         """Gives rank 0 the whole module again, on the host. Not collective.
 
         Args:
-            state: The module's gathered state.
+            state: All its parameters and buffers by their names.
 
         Returns:
             The new parameters, by those that had no memory.

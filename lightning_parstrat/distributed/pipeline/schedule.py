@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from lightning_parstrat.core.stages import Stages
 from lightning_parstrat.core.tensor_trees import leaves
-from lightning_parstrat.distributed.pipeline.cut_module import CutModule
+from lightning_parstrat.distributed.pipeline.cut_module import CutModule, PipelineError
 from lightning_parstrat.distributed.pipeline.holders import HeldParts
+from lightning_parstrat.distributed.torch_compat import is_view
 
 _CLASSES = {
     "1f1b": "1F1B",
@@ -232,7 +233,13 @@ class Pipeline:
             self.cut.forget_runs()
 
     def explained(self, fault: Exception) -> Exception:
-        """An error that says what torch's does not, if a backward that was split has failed. Otherwise the same."""
+        """An error that says what torch's does not. The same if there is none."""
+        if "differentiated Tensors appears to not have been used" in str(fault):
+            return PipelineError(
+                "A step asks for a gradient by a tensor with which another stage computes, such as the input."
+                " Each stage has its own part of the graph. Compute the penalty within a block, or take a strategy that"
+                " keeps the module whole."
+            )
         if self._name not in _SPLITS_BACKWARD or "graph a second time" not in str(fault):
             return fault
         return ValueError(
@@ -297,11 +304,11 @@ class Pipeline:
                     functools.partial(self._seed, number),
                     keeps=stage == self.own[-1],
                 )
-                made = self._loss(number, output) if is_last else tuple(one.contiguous() for one in _tensors(output))
+                made = self._loss(number, output) if is_last else tuple(map(_sendable, _tensors(output)))
                 if made is not None:
                     return made
         except Exception as error:
-            self.fault = _kept(error)
+            self.fault = _kept(self.explained(error))
         # Other ranks do not know of a fault yet. They get zeros that depend on what was received, for the backward.
         given = [one for one in received if one.requires_grad] or [
             one for one in self._parts.of_stage(stage) if one.requires_grad
@@ -329,6 +336,11 @@ def _kept(fault: Exception) -> Exception:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [tensor for _, tensor in leaves(tree)]
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    # Schedules that split backwards detach it in place, which autograd refuses for a view.
+    return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
 def _on_meta(like: Tensor) -> Tensor:

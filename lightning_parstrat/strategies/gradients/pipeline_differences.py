@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_parstrat.core.tensor_trees import are_same
 from lightning_parstrat.core.wording import listed
@@ -91,6 +92,11 @@ class Differences:
         self._buffers_before = {}
         return found
 
+    def gathers(self) -> dict[str, int]:
+        """How many tensors this rank would gather to compute each metric, after a first step. Later none."""
+        named = self._module.named_modules() if self._first else ()
+        return {name: _gathers_of(one) for name, one in named if isinstance(one, Metric)}
+
     def lines(self, returns_no_mean: bool) -> Iterator[str]:
         """Warnings after a first step. None after others.
 
@@ -146,6 +152,30 @@ def fault_of_buffers(changed: Sequence[Mapping[str, float]]) -> PipelineError | 
         f"Stages on several ranks change {listed(several)}, and each rank keeps its own values. Several stages call one"
         " module, such as a BatchNorm before and after the blocks. Make a module for each call, or take a strategy that"
         " keeps the module whole."
+    )
+
+
+def _gathers_of(metric: Metric) -> int:
+    gathered = []
+
+    def gather(state: Tensor, group: Any) -> list[Tensor]:
+        gathered.append(group)
+        return [state]
+
+    metric.sync(gather, distributed_available=lambda: True)
+    metric.unsync()
+    return len(gathered)
+
+
+def fault_of_metrics(gathers: Sequence[Mapping[str, int]]) -> PipelineError | None:
+    """The error for metrics for which ranks would wait, as their states are lists of different lengths. Or None."""
+    apart = [name for name in gathers[0] if len({of_rank.get(name) for of_rank in gathers}) > 1]
+    if not apart:
+        return None
+    return PipelineError(
+        f"A step updates {listed(apart)} on the rank of the last stage alone. torchmetrics gathers items of its lists"
+        " one by one, and other ranks have none. Return from the step what the metric needs, and update it in"
+        " `on_validation_batch_end` or `on_test_batch_end`, which get that on all ranks."
     )
 
 

@@ -36,7 +36,7 @@ from lightning_parstrat.distributed.pipeline.schedule import Loss, Pipeline, See
 from lightning_parstrat.distributed.torch_compat import has_memory
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.gradients.accumulation import LOSS_WEIGHT
-from lightning_parstrat.strategies.gradients.pipeline_differences import Differences, fault_of_buffers
+from lightning_parstrat.strategies.gradients.pipeline_differences import Differences, fault_of_buffers, fault_of_metrics
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
@@ -57,6 +57,7 @@ class _Told(NamedTuple):
         result: From the rank of the last stage, what its step has returned.
         calls: From there, what it has logged.
         buffers: See :meth:`Differences.changed_buffers`.
+        gathers: See :meth:`Differences.gathers`.
         trained: Which parameters are trained from now on.
         settings: What the step has set in groups of optimizers.
         stops: Whether the fit is to end.
@@ -67,6 +68,7 @@ class _Told(NamedTuple):
     result: Any
     calls: list[_Call]
     buffers: dict[str, float]
+    gathers: dict[str, int]
     trained: int
     settings: int
     stops: bool
@@ -194,12 +196,15 @@ class PipelineSteps:
         # The second of an evaluation's arguments is the number of the loader.
         shapes = self._shapes_of(name, micro_batches, step, args[1:])
         if self._parts.sharded is not None:
-            # They stay gathered until the backwards, or the evaluation, have ended.
+            # They stay gathered until the step has ended.
             self._parts.sharded.gather()
         # Hooks may have drawn on some ranks alone, such as for a picture on rank 0.
         base = broadcast_object(int(torch.randint(2**62, ())), self._same_data)
         with _random_numbers(self._strategy.root_device, base) as seed:
             self._pipeline.run(step, loss, shapes, seed, trains=kind == "train")
+        if self._parts.sharded is not None and kind != "train":
+            # Hooks that follow read and write shards.
+            self._parts.sharded.free()
         return taken
 
     def _settle(self) -> Mapping[Tensor, nn.Parameter]:
@@ -297,6 +302,7 @@ class PipelineSteps:
             replace_leaves(result, lambda tensor: tensor.detach().cpu()) if ends else None,
             calls if ends else [],
             self._differences.changed_buffers(),
+            self._differences.gathers(),
             self._number_of_trained(),
             digest(settings) if settings != self._settings_before else 0,
             self._module.trainer.should_stop,
@@ -305,6 +311,8 @@ class PipelineSteps:
         self._raise(fault, [one.fault for one in told])
         if (several := fault_of_buffers([one.buffers for one in told])) is not None:
             raise several
+        if (apart := fault_of_metrics([one.gathers for one in told])) is not None:
+            raise apart
         if len({one.trained for one in told}) > 1:
             raise PipelineError(
                 "A step has set `requires_grad` after the last block of a stage. Other ranks do not see that. Set it"
