@@ -185,14 +185,16 @@ class HeadFirst(Model):
 
 
 class LeavesOut(Model):
-    """Its state dict has a tied matrix twice, a number of its own, and no frozen layer."""
+    """Its state dict has a tied matrix twice, a number of its own, and no frozen layers."""
 
     def build(self) -> None:
         super().build()
         self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.blocks[3].up.requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: one for name, one in super().state_dict(*args, **kwargs).items() if "teacher" not in name}
+        state, frozen = super().state_dict(*args, **kwargs), ("teacher", "blocks.3.up")
+        own = {name: one for name, one in state.items() if not name.startswith(frozen)}
         return {**own, "number": torch.ones(1)}
 
 
@@ -368,6 +370,41 @@ class Joins(Model):
 
     def join(self, parameters: list[Tensor]) -> None:
         self.optimizers(use_pl_optimizer=False).add_param_group({"params": parameters, "lr": 0.02})
+
+
+class GetsOptimizers(Model):
+    """Gets new optimizers after the first epoch's validation, and others in the third epoch's begin."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.current_epoch == 0 and not self.trainer.sanity_checking:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [self.make_optimizer(self.parameters())]
+
+
+class WritesInValidation(Model):
+    """Hooks of a validation write to parameters, and freeze one."""
+
+    @torch.no_grad()
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.blocks[3].down.bias.add_(0.01)
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.95)
+        self.blocks[1].up.weight.requires_grad_(False)
+
+
+class Viewed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(x.shape)
+
+
+class ReturnsViews(Model):
+    block = Viewed
 
 
 class UnfreezesOnly(Unfreezes):

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MeanMetric, Metric, SumMetric
 
 from lightning_parstrat import PipelineStrategy, ZeRO1Strategy
 from lightning_parstrat.core import footprint
@@ -59,6 +59,7 @@ from tests.strategies.pipelines import (
     DropsBetween,
     DropsByPython,
     DropsOut,
+    GetsOptimizers,
     GivesOn,
     GrowsBuffers,
     Halves,
@@ -75,6 +76,7 @@ from tests.strategies.pipelines import (
     NormsWeights,
     Planned,
     Recomputes,
+    ReturnsViews,
     SharesLayer,
     Stops,
     TiedAtTimes,
@@ -82,6 +84,7 @@ from tests.strategies.pipelines import (
     UnfreezesOnly,
     Weighted,
     Wrapped,
+    WritesInValidation,
     fit,
     loader,
     pipeline,
@@ -169,6 +172,11 @@ CASES = {
     "norms between shared layers": Case(NormsParts, tolerance=5e-6, strategy=SHARED, ranks=(4,)),
     "shared": Case(Planned, zoo.adamw, 2e-5, CLIP, {**SHARED, "schedule": "interleaved"}, (4,)),
     "sharded": Case(UnfreezesOnly, zoo.adamw, 2e-5, CLIP, {**SHARDED, "schedule": "gpipe"}, (4,)),
+    "new optimizers": Case(GetsOptimizers, zoo.adamw, 2e-5, strategy=TWO, ranks=(4,)),
+    "new optimizers, sharded": Case(GetsOptimizers, zoo.adamw, 2e-5, strategy=SHARDED, ranks=(4,)),
+    "written in a validation": Case(WritesInValidation),
+    "written in a validation, sharded": Case(WritesInValidation, strategy=SHARDED, ranks=(4,)),
+    "views, split": Case(ReturnsViews, strategy={"schedule": "zbv"}),
     "joins": Case(Joins),
     "joins in pipelines": Case(Joins, tolerance=5e-6, strategy=TWO, ranks=(4,)),
     "joins in pipelines, sharded": Case(Joins, zoo.adamw, 2e-5, strategy=SHARDED, ranks=(4,)),
@@ -198,7 +206,10 @@ def train(name: str, oracle: bool) -> tuple[list[dict[str, Tensor]], list[Tensor
     strategy = None if oracle and not case.alone_in_stages else case.strategy
     module = (oracle and case.oracle) or case.module
     run, _ = fit(module, case.optimizer, strategy, **case.trainer)
-    weights = {key: one for key, one in run.module.state_dict().items()} if dist.get_rank() == 0 else {}
+    module = run.module
+    # Rank 0 has the whole module, whatever its state dict leaves out.
+    kept = {**dict(module.named_parameters()), **dict(module.named_buffers()), **module.state_dict()}
+    weights = {name: one.detach() for name, one in kept.items()} if dist.get_rank() == 0 else {}
     return [weights], run.losses, dict(run.trainer.callback_metrics)
 
 
@@ -990,6 +1001,42 @@ class GetsHead(Model):
             self.trainer.optimizers[0].add_param_group({"params": self.head.parameters()})
 
 
+class OneByOne(Metric):
+    """torchmetrics gathers each item of its list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("items", [], dist_reduce_fx=None)
+
+    def update(self, item: Tensor) -> None:
+        self.items.append(item)
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.items).max()
+
+
+class LogsOneByOne(Model):
+    def build(self) -> None:
+        super().build()
+        self.worst = OneByOne()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.worst.update(self.compute_loss(batch))
+        self.log("worst", self.worst)
+
+
+class PenalisesInputs(Model):
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found = self.head(self.norm(hidden))
+        if not self.training:
+            return found
+        (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return found + slope.square().mean()
+
+
 class NormedTwice(Normed):
     """One norm before the blocks and after them."""
 
@@ -1023,6 +1070,8 @@ REFUSED = {
     "a rate at the end": Refused(SetsRateAtTheEnd, "A step has set a number of an optimizer's group, such as"),
     "in many places, split": Refused(UsesInManyPlaces, "splits backwards, and torch fails", {"schedule": "zbv"}),
     "one norm before and after": Refused(NormedTwice, r"Stages on several ranks change statistics\.running_mean"),
+    "a list of a metric": Refused(LogsOneByOne, "A step updates worst on the rank of the last stage alone"),
+    "a gradient by the input": Refused(PenalisesInputs, "a gradient by a tensor with which another stage computes"),
     "a new head": Refused(GetsHead, r"has got head\.weight, head\.bias since it was divided into stages"),
     "a new head, sharded": Refused(GetsHead, r"has got head\.weight, head\.bias since", SHARDED, ranks=4),
     "called twice": Refused(Twice, "has called 'blocks.0', and 'the end' was to come"),

@@ -234,7 +234,7 @@ class Pipeline:
 
     def explained(self, fault: Exception) -> Exception:
         """An error that says what torch's does not. The same if there is none."""
-        if "differentiated Tensors appears to not have been used" in str(fault):
+        if "to not have been used in the graph" in str(fault):
             return PipelineError(
                 "A step asks for a gradient by a tensor with which another stage computes, such as the input."
                 " Each stage has its own part of the graph. Compute the penalty within a block, or take a strategy that"
