@@ -174,21 +174,49 @@ class ChangesViews(Scores):
         return self.exit(hidden) + tables
 
 
-class PutsIntoObject(nn.Sequential):
-    def forward(self, hidden: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(hidden=super().forward(hidden))
+class PutsIntoObjects(Viewing):
+    """Its results are in a list that it is given, in an attribute, and in an object, where FSDP2 finds none."""
+
+    def forward(self, hidden: Tensor, found: list[Tensor]) -> SimpleNamespace:  # type: ignore[override]
+        found.append(torch.tanh(hidden) * self.table[0])
+        self.kept = hidden * self.table.mean()
+        return SimpleNamespace(hidden=self.linear(torch.tanh(hidden)))
+
+
+class AddsToArguments(nn.Sequential):
+    """Adds to a list and to a dictionary, of which FSDP2 gives it copies."""
+
+    def forward(self, hidden: Tensor, found: list[Tensor], means: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        new = super().forward(hidden)
+        found.append(new.square().mean())
+        means["all"].append(self[0](new).mean())
+        means["last"] = means["last"] + new.mean()
+        return new
+
+
+class Adds(Scores):
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(AddsToArguments(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden, found, means = torch.tanh(self.entrance(batch)), list[Tensor](), {"all": [], "last": 0.0}
+        for block in self.blocks:
+            hidden = block(hidden, found, means=means)
+        added = (*found, *means["all"], means["last"])
+        return (self.exit(hidden).mean() + torch.stack(added).sum() - 1).square()
 
 
 class ReturnsObjects(Scores):
     def build(self) -> None:
         super().build()
-        self.blocks = nn.ModuleList(PutsIntoObject(nn.Linear(8, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(PutsIntoObjects() for _ in range(3))
 
     def score(self, batch: Tensor) -> Tensor:
-        hidden = torch.tanh(self.entrance(batch))
+        hidden, found = torch.tanh(self.entrance(batch)), []
         for block in self.blocks:
-            hidden = torch.tanh(block(hidden).hidden)
-        return self.exit(hidden)
+            hidden = torch.tanh(block(hidden, found).hidden) + block.kept
+        return self.exit(hidden + torch.stack(found).mean(0))
 
 
 class CalledAgain(Scores):

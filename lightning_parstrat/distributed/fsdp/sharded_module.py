@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives, real_vi
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.engine.cuts import local
-from lightning_parstrat.distributed.fsdp.outputs import copy_views
+from lightning_parstrat.distributed.fsdp.outputs import BlockCalls
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.fsdp.refused_gradients import no_gradients_of
 from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_sharding, shard
@@ -183,7 +183,11 @@ class ShardedModule:
         self._gathered = {leaf.parameter: leaf.tensor for leaf in self.leaves if leaf.tensor is not leaf.parameter}
         if is_new:
             let_whole_states_be_loaded(module)
-        self._hooks = [*self._register_hooks(), *map(copy_views, self.units)]
+        frees = policy.reshard_after_forward
+        self._hooks = [
+            *self._register_hooks(),
+            *(hook for unit in self.units for hook in BlockCalls(unit, frees).register()),
+        ]
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)
