@@ -359,6 +359,7 @@ CASES = {
     ),
     "shards: norms logged": of_shards(for_shards.LogsNorms, zero3="its data is not allocated yet"),
     "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3=NOT_GATHERED),
+    "shards: differentiated": of_shards(for_shards.Differentiated),
     "shards: arguments are added to": of_shards(for_shards.Adds, UNITS, trainer=WINDOW),
     "shards: arguments are added to, units stay": of_shards(for_shards.Adds, {**UNITS, **STAY}),
     "shards: objects with tensors": of_shards(for_shards.ReturnsObjects, UNITS, trainer=WINDOW),

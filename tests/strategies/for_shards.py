@@ -183,6 +183,15 @@ class PutsIntoObjects(Viewing):
         return SimpleNamespace(hidden=self.linear(torch.tanh(hidden)))
 
 
+class Differentiated(Scores):
+    """Blocks run within a transform of ``torch.func``, whose tensors have no address."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        outputs, pull = torch.func.vjp(self.score, batch)
+        (slopes,) = pull(torch.ones_like(outputs))
+        return outputs.square().mean() + slopes.square().mean()
+
+
 class AddsToArguments(nn.Sequential):
     """Adds to a list and to a dictionary, of which FSDP2 gives it copies."""
 

@@ -51,10 +51,11 @@ class BlockCalls:
         yield block.register_forward_hook(hidden(self._end), prepend=True)
 
     def _note_own(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._own = [*_containers((*args, *kwargs.values()))]
+        # FSDP2 copies what holds gradients.
+        self._own = [*_containers((*args, *kwargs.values()))] if torch.is_grad_enabled() else []
 
     def _note_copies(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [*_containers((*args, *kwargs.values()))]
+        given = [*_containers((*args, *kwargs.values()))] if self._own else []
         pairs = zip(self._own, given, strict=False) if [*map(type, self._own)] == [*map(type, given)] else ()
         self._copies = [(own, copy, _content(copy)) for own, copy in pairs]
         self._own = []
@@ -78,7 +79,13 @@ class BlockCalls:
 
 
 def _address(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    if tensor.layout != torch.strided:
+        return 0
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except NotImplementedError:
+        # Of a transform of `torch.func`.
+        return 0
 
 
 def _is_dataclass(value: Any) -> bool:
