@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_parstrat._namespaces import PUBLIC, public_class
 
-__all__ = [*PUBLIC]
+__all__ = list(PUBLIC)
 
 # A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []
