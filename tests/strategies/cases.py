@@ -369,6 +369,10 @@ CASES = {
     "shards: called with other parameters": of_shards(
         for_shards.CallsWithOthers, ONE_BY_ONE, zero3="is another tensor than the parameter"
     ),
+    **{
+        f"shards: tied late, {name}": of_shards(for_shards.TiesLate, options, zero3="is another tensor than the param")
+        for name, options in {"in the root": ROOT, "units": UNITS}.items()
+    },
     "shards: held": of_shards(for_shards.Holds, ROOT, zero3=HELD),
     "shards: held, between steps": of_shards(for_shards.ReadsBetween, ROOT, zero3=HELD),
     "shards: held by an optimizer": of_shards(for_shards.MadeEarly, zero3=HELD),

@@ -525,6 +525,13 @@ class CallsWithOthers(zoo.MLP):
         return torch.func.functional_call(self.net, doubled, (batch,)).square().mean()
 
 
+class TiesLate(Blocks):
+    """Layers that are sharded share a weight from then on."""
+
+    def on_fit_start(self) -> None:
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+
+
 # Held parameters, and writes within a step.
 
 

@@ -69,15 +69,6 @@ def _different(when: str) -> DifferentModulesError:
     )
 
 
-def _replaced(parameter: str, unit: str) -> RuntimeError:
-    return RuntimeError(
-        f"{parameter!r} in {unit!r} is another tensor than the parameter that was sharded. A sharded block computes"
-        " with what it gathers, and would ignore that tensor. `torch.func.functional_call` replaces parameters so, and"
-        " so does an assignment. Leave the block to the root: name the others in `auto_wrap_policy`, or set a larger"
-        " `min_num_params`."
-    )
-
-
 class NestedBackwardError(NoCollectivesError):
     """Another backward has run within that of a training step's loss, or beside it."""
 
@@ -108,6 +99,17 @@ def _owners(module: nn.Module) -> dict[Tensor, list[_Place]]:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             found[parameter].append(_Place(vars(owner)["_parameters"], name))
     return found
+
+
+def _refuse_replaced(own: Iterable[tuple[_Place, set[Tensor]]], unit: str) -> None:
+    for place, known in own:
+        if place.registered.get(place.name) not in known:
+            raise RuntimeError(
+                f"{place.name!r} in {unit} is another tensor than the parameter that was sharded. A sharded module"
+                " computes with what it gathers, and would ignore that tensor. Tie and assign parameters in `__init__`"
+                " or in `configure_model`. `torch.func.functional_call` replaces parameters, too: leave such a block"
+                " to the root. Name the others in `auto_wrap_policy`, or set a larger `min_num_params`."
+            )
 
 
 class ShardedModule:
@@ -202,14 +204,17 @@ class ShardedModule:
             reduce_unused_too(part, self._zeroed.add)
         names = {part: name for name, part in module.named_modules()}
         owners = _owners(module)
+
+        def own(part: nn.Module) -> list[tuple[_Place, set[Tensor]]]:
+            return [(place, {shard, one}) for shard, one in gathered_by_fsdp(part) for place in owners.get(shard, ())]
+
         for number, unit in enumerate(self.units):
-            own = [(place, {shard, one}) for shard, one in gathered_by_fsdp(unit) for place in owners.get(shard, ())]
             # Before a gather: while this rank waits, other ranks can see its unit.
-            note_forward = functools.partial(self._note_forward, number, names[unit], own)
+            note_forward = functools.partial(self._note_forward, number, names[unit], own(unit))
             call_before_gathers(unit, note_forward, functools.partial(self._note_backward, number, names[unit]))
         root = cast(FSDPModule, module)
         after_writes = functools.partial(gather_after_writes, module) if self._gathers_apart else lambda: None
-        call_before_gathers(module, self._begin_gather, after_writes)
+        call_before_gathers(module, functools.partial(self._note_root, own(module)), after_writes)
         # The rest of a training step may use the root's parameters after a backward of the user's own.
         root.set_reshard_after_backward(False, recurse=False)
         # An exception may have ended an earlier training while gradients accumulated.
@@ -292,10 +297,12 @@ class ShardedModule:
     def _begin_gather(self) -> Callable[[], None] | None:
         return None if self.clock is None else self.clock()
 
+    def _note_root(self, own: list[tuple[_Place, set[Tensor]]]) -> Callable[[], None] | None:
+        _refuse_replaced(own, "the root")
+        return self._begin_gather()
+
     def _note_forward(self, number: int, name: str, own: list[tuple[_Place, set[Tensor]]]) -> Callable[[], None] | None:
-        for place, known in own:
-            if place.registered.get(place.name) not in known:
-                raise _replaced(place.name, name)
+        _refuse_replaced(own, repr(name))
         if self._gathers_apart:
             self._gather_after_writes(number, "forward", name)
         if self._is_closed:
