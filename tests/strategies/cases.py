@@ -401,6 +401,7 @@ CASES = {
     "shards: an unknown optimizer of matrices": of_shards(
         odd.Blocks, optimizer=for_shards.Matrixwise, zero3="Matrixwise cannot step sharded parameters"
     ),
+    "shards: a list of parameters, by hand": of_shards(for_shards.ListByHand),
     "shards: sharded by hand": of_shards(
         for_shards.ShardedByHand, zero3="`fully_shard` or `parallelize_module` was called"
     ),

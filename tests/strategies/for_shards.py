@@ -319,6 +319,17 @@ class TwoLosses(ManualScores):
         return torch.zeros(())
 
 
+class ListByHand(zoo.StepsByHand):
+    """A list of parameters has no forward that could gather them."""
+
+    def build(self) -> None:
+        super().build()
+        self.scales = nn.ParameterList([torch.ones(FEATURES)])
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch * self.scales[0])
+
+
 class GraphOfBackward(ManualScores):
     """A backward that makes a graph of itself, of which nothing is made; DDP ends with an error."""
 

@@ -132,10 +132,10 @@ def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:
     children = list(module.children())
     kinds = Counter(map(type, children)) if isinstance(module, _CONTAINERS) else Counter()
     for child in children:
-        is_callable = (
-            not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and next(child.parameters(), None) is not None
-        )
-        if is_callable and (each_child or kinds[type(child)] > 1):
+        # Lists and dictionaries of modules or parameters are not called.
+        is_called = getattr(child.forward, "__func__", None) is not nn.Module.forward
+        has_parameters = next(child.parameters(), None) is not None
+        if is_called and has_parameters and (each_child or kinds[type(child)] > 1):
             yield child
         else:
             yield from _outermost(child, each_child)
