@@ -319,7 +319,7 @@ class TwoLosses(ManualScores):
         return torch.zeros(())
 
 
-class ListByHand(zoo.StepsByHand):
+class ListByHand(zoo.StepsByHand, zoo.MLP):
     """A list of parameters has no forward that could gather them."""
 
     def build(self) -> None:
