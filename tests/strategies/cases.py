@@ -362,6 +362,8 @@ CASES = {
     "shards: differentiated": of_shards(for_shards.Differentiated),
     "shards: arguments are added to": of_shards(for_shards.Adds, UNITS, trainer=WINDOW),
     "shards: arguments are added to, units stay": of_shards(for_shards.Adds, {**UNITS, **STAY}),
+    "shards: arguments are added to in two ways": of_shards(for_shards.AddsTwice, UNITS, trainer=WINDOW),
+    "shards: arguments are added to in two ways, units stay": of_shards(for_shards.AddsTwice, {**UNITS, **STAY}),
     "shards: objects with tensors": of_shards(for_shards.ReturnsObjects, UNITS, trainer=WINDOW),
     "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),
     "shards: other backwards, accumulated": of_shards(for_shards.Drops, zero3=DIFFERENT, trainer=WINDOW),

@@ -216,6 +216,21 @@ class Adds(Scores):
         return (self.exit(hidden).mean() + torch.stack(added).sum() - 1).square()
 
 
+class AddsTwice(Adds):
+    """Blocks are called twice, and get one list in two ways. One of them is frozen."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].requires_grad_(False)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden, found = torch.tanh(self.entrance(batch)), list[Tensor]()
+        for block in (*self.blocks, *self.blocks):
+            means = {"all": found, "last": hidden.mean()}
+            hidden = block(hidden, found, means=means) * means["last"] * len(found)
+        return (self.exit(hidden).mean() + torch.stack(found).sum() - 1).square()
+
+
 class ReturnsObjects(Scores):
     def build(self) -> None:
         super().build()

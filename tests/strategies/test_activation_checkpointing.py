@@ -4,6 +4,7 @@ import copy
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.comparing import assert_same
@@ -43,6 +44,15 @@ class Dropping(odd.Blocks):
         assert block not in [getattr(one, "__self__", None) for one in (forward, *getattr(forward, "args", ()))]
 
 
+class Sloped(Dropping):
+    """A penalty on the slope: two backwards run through a block's graph."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        inputs = batch.clone().requires_grad_(True)
+        loss = super().compute_loss(inputs)
+        return loss + torch.autograd.grad(loss, inputs, create_graph=True)[0].square().sum()
+
+
 class Found(NamedTuple):
     tensors: list[Tensor]
     calls: list[int]
@@ -52,8 +62,8 @@ class Found(NamedTuple):
 STRATEGIES = {"zero1": zero1, "zero2": lambda **more: zero1(shard_gradients=True, **more), "zero3": zero3}
 
 
-def train_again(strategy: str, policy: Any) -> Found:
-    run = train(Dropping, STRATEGIES[strategy](activation_checkpointing_policy=policy), accumulate_grad_batches=2)
+def train_again(strategy: str, policy: Any, module: type[Dropping] = Dropping) -> Found:
+    run = train(module, STRATEGIES[strategy](activation_checkpointing_policy=policy), accumulate_grad_batches=2)
     blocks = list(run.module.blocks)
     is_undone = not any("forward" in vars(block) for block in blocks)
     return Found([*run.parameters[-1], *run.module.buffers()], [block.calls for block in blocks], is_undone)
@@ -68,3 +78,11 @@ def test_activations_are_computed_again(pool: RankPool, strategy: str) -> None:
         assert_same(twice.tensors, once.tensors)
         assert twice.calls == [2 * calls for calls in once.calls] and once.calls[0] > 0
         assert twice.is_undone
+
+
+@pytest.mark.parametrize("strategy", slow_unless(lambda name: name == "zero3", STRATEGIES))
+def test_activations_are_computed_for_each_backward(pool: RankPool, strategy: str) -> None:
+    expected = pool.run(2, train_again, strategy, None, Sloped)
+    found = pool.run(2, train_again, strategy, ["Block"], Sloped)
+    for once, again in zip(expected, found, strict=True):
+        assert_same(again.tensors, once.tensors)

@@ -67,7 +67,7 @@ def _checkpointed(part: nn.Module, forward: Callable[..., Any], *args: Any, **kw
         call,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (_noting_changes(part, changed), buffers_kept(changed)),
+        context_fn=lambda: (_noting_changes(part, changed), BuffersKept(changed)),
     )
 
 
@@ -81,16 +81,27 @@ def _noting_changes(part: nn.Module, changed: list[Tensor]) -> Iterator[None]:
     changed += [buffer for norm in norms for buffer in norm.buffers() if not any(buffer is one for one in changed)]
 
 
-@contextmanager
-def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Within it, changes of buffers are lost, such as those of a second forward. Not collective."""
-    values = [(buffer, buffer.clone()) for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+class BuffersKept:
+    """Within it, changes of buffers are lost, such as those of a second forward. Not collective.
+
+    It may be entered again: each backward through a graph that is kept does so.
+
+    Args:
+        buffers: Are read when it is entered.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        self._values: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._values = [(buffer, buffer.clone()) for buffer in self._buffers]
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for buffer, value in self._values:
+            buffer.copy_(value)
+        self._values.clear()
 
 
 def _classes(module: nn.Module) -> set[str | type[Any]]:

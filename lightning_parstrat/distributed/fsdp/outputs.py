@@ -6,10 +6,11 @@ results are in an attribute or in another object, there are no hooks. And FSDP2 
 dictionaries and dataclasses that hold tensors with gradients. What the block adds would be lost with the copy.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,60 +21,76 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.torch_compat import gathered_by_fsdp, is_view
 
 
+class _Lent(NamedTuple):
+    """A container that a block was given, with its content before the call, and as the block has got it."""
+
+    container: Any
+    before: dict[Any, Any]
+    lent: dict[Any, Any]
+
+
 class BlockCalls:
     """Hooks around the calls of a sharded block. Not collective.
 
-    Views that a block returns, and its parameters, are copied: that takes the bytes of these tensors. What a block adds
-    to its arguments, their owners see. A trained block whose outputs show no gradient, or that has changed its
-    arguments, stays gathered until the backward has left it.
+    A block gets the caller's own lists, dictionaries and dataclasses, with FSDP2's tensors in them until it ends. Views
+    with gradients that a block returns, and its parameters, are copied: that takes the bytes of these tensors. If its
+    outputs show no gradient, or it has changed its arguments, a block stays gathered until the backward has ended.
 
     Args:
         block: Sharded by FSDP2. Tensors alone, and those in dictionaries, lists and tuples are copied.
         frees: Whether FSDP2 frees its parameters after forward.
+        keep: Called if the block is to stay gathered.
     """
 
-    def __init__(self, block: Any, frees: bool) -> None:
-        self._block, self._frees = block, frees
+    def __init__(self, block: Any, frees: bool, keep: Callable[[], None]) -> None:
+        self._block, self._frees, self._keep = block, frees, keep
         self._gathered = [tensor for _, tensor in gathered_by_fsdp(block)]
-        self._own: list[Any] = []
-        """The lists, dictionaries and dataclasses that the block was given."""
-        self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []
-        """These with what FSDP2 has made of them, which may be copies, and with the content of that."""
+        self._given: Any = None
+        self._lent: list[_Lent] = []
         block.set_reshard_after_forward(frees, recurse=False)
 
     def register(self) -> Iterator[RemovableHandle]:
         """Registers the hooks. FSDP2's own are not compiled, either."""
         block = self._block
         hidden: Callable[[Any], Any] = torch.compiler.disable
-        yield block.register_forward_pre_hook(hidden(self._note_own), prepend=True, with_kwargs=True)
-        yield block.register_forward_pre_hook(hidden(self._note_copies), with_kwargs=True)
+        yield block.register_forward_pre_hook(hidden(self._note), prepend=True, with_kwargs=True)
+        yield block.register_forward_pre_hook(hidden(self._lend), with_kwargs=True)
         # Before FSDP2's own, which frees parameters.
-        yield block.register_forward_hook(hidden(self._end), prepend=True)
+        yield block.register_forward_hook(hidden(self._end), prepend=True, with_kwargs=True)
 
-    def _note_own(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        # An exception may have ended the last call.
+        self._give_back()
         # FSDP2 copies what holds gradients.
-        self._own = [*_containers((*args, *kwargs.values()))] if torch.is_grad_enabled() else []
+        self._given = (args, kwargs) if torch.is_grad_enabled() else None
 
-    def _note_copies(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [*_containers((*args, *kwargs.values()))] if self._own else []
-        pairs = zip(self._own, given, strict=False) if [*map(type, self._own)] == [*map(type, given)] else ()
-        self._copies = [(own, copy, _content(copy)) for own, copy in pairs]
-        self._own = []
+    def _give_back(self) -> bool:
+        has_changed = [_give_back(one) for one in self._lent]
+        self._lent.clear()
+        return any(has_changed)
 
-    def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        changed = [pair for pair in self._copies if not _are_same(_content(pair[1]), pair[2])]
-        for own, copy, before in changed:
-            if own is not copy:
-                _write_back(own, copy, before)
-        self._copies = []
-        if self._frees and torch.is_grad_enabled():
-            shows_all = _shows_gradient(output) and not changed
-            is_trained = any(one.requires_grad for one in self._gathered)
-            self._block.set_reshard_after_forward(shows_all or not is_trained, recurse=False)
+    def _lend(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._given is None:
+            return None
+        (own_args, own_kwargs), self._given = self._given, None
+        own = {name: _lent(own_kwargs.get(name), one, self._lent) for name, one in kwargs.items()}
+        return _lent(own_args, args, self._lent), own
+
+    def _end(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        has_changed = self._give_back()
+        if torch.is_grad_enabled():
+            hides = has_changed or not _shows_gradient(output)
+            # A frozen block's parameters are needed for the gradients of its arguments.
+            keeps = hides and _shows_gradient((self._gathered, args, kwargs))
+            if keeps:
+                self._keep()
+            self._block.set_reshard_after_forward(self._frees and not keeps, recurse=False)
         freed = set(map(_address, self._gathered)) - {0}
 
         def with_own_memory(tensor: Tensor) -> Tensor:
-            return tensor.clone() if is_view(tensor) or _address(tensor) in freed else tensor
+            # Hooks are on tensors with gradients alone.
+            is_hooked_view = tensor.requires_grad and is_view(tensor)
+            return tensor.clone() if is_hooked_view or _address(tensor) in freed else tensor
 
         return replace_leaves(output, with_own_memory)
 
@@ -92,46 +109,76 @@ def _is_dataclass(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
 
-def _containers(tree: Any) -> Iterator[Any]:
-    """The lists, dictionaries and dataclasses of a tree, from the outside to the inside."""
-    if isinstance(tree, (list, dict)) or _is_dataclass(tree):
-        yield tree
-    if isinstance(tree, (list, dict, tuple)) or _is_dataclass(tree):
-        for part in [*tree] if isinstance(tree, tuple) else [*_content(tree).values()]:
-            yield from _containers(part)
-
-
-def _content(container: Any) -> dict[Any, Any]:
+def _content(container: Any) -> dict[Any, Any] | None:
+    """What a container holds, by places. None of what is no container."""
     if _is_dataclass(container):
-        return {field.name: getattr(container, field.name) for field in fields(container)}
-    return dict(container if isinstance(container, dict) else enumerate(container))
+        return {one.name: getattr(container, one.name) for one in fields(container) if hasattr(container, one.name)}
+    if isinstance(container, set):
+        return {id(one): one for one in container}
+    if isinstance(container, (list, deque)):
+        return dict(enumerate(container))
+    return dict(container) if isinstance(container, dict) else None
 
 
-def _are_same(some: dict[Any, Any], others: dict[Any, Any]) -> bool:
-    return some.keys() == others.keys() and all(some[key] is others[key] for key in some)
+def _set(container: Any, place: Any, value: Any) -> None:
+    if not _is_dataclass(container):
+        container[place] = value
+        return
+    try:
+        setattr(container, place, value)
+    except FrozenInstanceError:
+        object.__setattr__(container, place, value)
 
 
-def _write_back(own: Any, copy: Any, before: dict[Any, Any]) -> None:
-    """Gives a container what was added to its copy, and not the copies of what it has."""
-    known = {id(before[key]): value for key, value in _content(own).items() if key in before}
-    now = {key: known.get(id(value), value) for key, value in _content(copy).items()}
-    if _is_dataclass(own):
-        for name, value in now.items():
-            setattr(own, name, value)
-    elif isinstance(own, dict):
-        own.clear()
-        own.update(now)
-    else:
-        own[:] = now.values()
+def _lent(own: Any, given: Any, lent: list[_Lent]) -> Any:
+    """A container of the caller with FSDP2's tensors in it. Aliases and closures then see what a block adds.
+
+    Args:
+        own: What the caller has given.
+        given: What FSDP2 has made of it. It is returned if it is no container, or has another form.
+        lent: Each container is added to it once.
+    """
+    if type(own) is not type(given):
+        return given
+    if isinstance(own, tuple):
+        parts = [_lent(*pair, lent) for pair in zip(own, given, strict=False)]
+        if len(own) != len(given) or all(one is other for one, other in zip(parts, given, strict=True)):
+            return given
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    before, now = _content(own), _content(given)
+    if before is None or now is None:
+        return given
+    if any(own is one.container for one in lent):
+        return own
+    if before.keys() != now.keys():
+        return given
+    one = _Lent(own, before, {})
+    lent.append(one)
+    for place, value in now.items():
+        one.lent[place] = _lent(before[place], value, lent)
+        if one.lent[place] is not before[place]:
+            _set(own, place, one.lent[place])
+    return own
+
+
+def _give_back(one: _Lent) -> bool:
+    """Gives a container its own tensors again. Returns whether the block has changed it otherwise."""
+    own = {id(value): one.before[place] for place, value in one.lent.items() if value is not one.before[place]}
+    now = _content(one.container) or {}
+    for place, value in now.items():
+        if id(value) in own:
+            _set(one.container, place, own[id(value)])
+    return now.keys() != one.lent.keys() or any(now[place] is not one.lent[place] for place in now)
 
 
 def _shows_gradient(output: Any) -> bool:
     """Whether FSDP2 finds a tensor with a gradient."""
     if isinstance(output, Tensor):
         return output.requires_grad
-    if isinstance(output, (list, tuple, dict)) or _is_dataclass(output):
-        return any(map(_shows_gradient, output if isinstance(output, tuple) else _content(output).values()))
-    return False
+    if isinstance(output, (set, deque)):
+        return False
+    parts = output if isinstance(output, tuple) else (_content(output) or {}).values()
+    return any(map(_shows_gradient, parts))
 
 
 @contextmanager

@@ -185,11 +185,10 @@ class ShardedModule:
         self._gathered = {leaf.parameter: leaf.tensor for leaf in self.leaves if leaf.tensor is not leaf.parameter}
         if is_new:
             let_whole_states_be_loaded(module)
-        frees = policy.reshard_after_forward
-        self._hooks = [
-            *self._register_hooks(),
-            *(hook for unit in self.units for hook in BlockCalls(unit, frees).register()),
-        ]
+        self._hooks = [*self._register_hooks()]
+        for number, unit in enumerate(self.units):
+            keep = functools.partial(self._run_through.add, number)
+            self._hooks += BlockCalls(unit, policy.reshard_after_forward, keep).register()
         self._cut: TensorLayers | None = None
         if sharding.planned:
             self._cut = TensorLayers(module, sharding.planned, device)

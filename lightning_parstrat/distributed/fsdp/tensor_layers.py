@@ -29,7 +29,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.engine.activation_checkpointing import buffers_kept
+from lightning_parstrat.distributed.engine.activation_checkpointing import BuffersKept
 from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.cuts import whole as full
 from lightning_parstrat.distributed.fsdp.tensor_plan import PlannedLayer, TensorPlanError, region_of
@@ -377,7 +377,7 @@ def _tensors_of(part: nn.Module, inputs: Any, row_wise: Sequence[nn.Module], kee
     """The inputs of row-wise layers in a call of a module, and its output, with its layers cut or whole."""
     own = [(owner, *pair) for owner in part.modules() for pair in list(owner.named_parameters(recurse=False))]
     given: list[Tensor] = []
-    with plain(part, keeps_cut), buffers_kept(list(part.buffers())):
+    with plain(part, keeps_cut), BuffersKept(list(part.buffers())):
         hooks = [one.register_forward_pre_hook(lambda _, args: given.append(args[0]), prepend=True) for one in row_wise]
         try:
             for owner, name, parameter in own:
