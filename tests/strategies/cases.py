@@ -340,6 +340,9 @@ CASES = {
     # DDP ends with an error.
     "shards: graph of a backward": of_shards(for_shards.GraphOfBackward, oracle="whole batch"),
     # 16 bits.
+    "shards: bf16 autocast, a penalty on the root": of_shards(
+        for_shards.Penalised, ROOT, optimizer=plain_sgd, trainer=AUTOCAST
+    ),
     "shards: bf16 autocast": of_shards(for_shards.Normalised, trainer=AUTOCAST),
     "shards: bf16 autocast, gradients whole": of_shards(for_shards.Normalised, WHOLE, trainer={**AUTOCAST, **WINDOW}),
     # Convolutions' weights may stay whole, beside others that are sharded: torch unscales no mixture.
@@ -379,7 +382,10 @@ CASES = {
     "shards: held, between steps": of_shards(for_shards.ReadsBetween, ROOT, zero3=HELD),
     "shards: held by an optimizer": of_shards(for_shards.MadeEarly, zero3=HELD),
     "shards: rounded": of_shards(
-        for_shards.by_way("by data.mul_()"), ROOT, zero3=ROUNDED.format("the root"), trainer=AUTOCAST
+        for_shards.by_way("by data.mul_()"),
+        {**ROOT, "param_dtype": "bf16"},
+        zero3=ROUNDED.format("the root"),
+        trainer=AUTOCAST,
     ),
     "shards: rounded in evaluation": of_shards(
         for_shards.WritesInEvaluation,

@@ -225,7 +225,8 @@ class ShardedModule:
         if self._policy.param_dtype == "bf16":
             narrow = {parameter for parameter in self.module.parameters() if parameter.dtype == torch.float32}
         elif self._policy.param_dtype == "auto" and autocasts:
-            narrow = rounded_by_autocast(self.module)
+            # The root's are whole during a step, and your step may read them.
+            narrow = set().union(*map(rounded_by_autocast, self.units))
         for part in self._parts:
             for parameter, fsdp_param in fsdp_params_of(part):
                 gather_in(fsdp_param, torch.bfloat16 if parameter in narrow else None)
