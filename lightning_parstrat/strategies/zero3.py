@@ -101,8 +101,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             "bf16-true" before they are sent.
         param_dtype: The dtype in which parameters are gathered and used. Each rank steps its shard in its own dtype.
             Under "bf16-mixed", ``"auto"`` gathers the weights of blocks' linear and convolution layers in bf16,
-            because autocast rounds them anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in
-            bf16. None gathers each in its own dtype.
+            because autocast rounds them anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that
+            compute in bf16. None gathers each in its own dtype.
         activation_checkpointing_policy: Classes whose modules compute their activations again in backward, or their
             names, such as ``["Block"]``. Each keeps its inputs alone: less memory, and a third more computation.
             Results stay the same.
