@@ -22,7 +22,7 @@ class Widths(NamedTuple):
     cast: int
     """Of the copy that autocast makes of a weight. Autocast keeps that copy from forward to backward."""
     gathered: int
-    """Of a parameter as ``zero3_custom`` gathers it."""
+    """Of a block's parameter as ``zero3_custom`` gathers it. The root's are gathered as the module has them."""
 
 
 PRECISIONS = {
@@ -232,12 +232,13 @@ def zero3(training: Training) -> Footprint:
     # fp32. If gradients travel in 16 bits, a rounded copy beside the fp32 one.
     packed = max(4, widths.parameter) + (widths.parameter if widths.parameter < 4 else 0)
     within = unit * (2 * widths.gathered + widths.parameter + packed)
-    within += root * (widths.gathered + widths.parameter)
+    within += root * 2 * widths.parameter
     # Autocast makes no copy of parameters that are gathered in its dtype.
-    cast = 0 if widths.gathered < widths.parameter else widths.cast * every
+    cast = widths.cast * (root if widths.gathered < widths.parameter else every)
     share = training.micro_batches * (shards - 1) / shards
-    forward = share * widths.gathered * every
-    within_group = forward + share * (widths.gathered * (every - root) + widths.parameter * count)
+    of_units = share * widths.gathered * (every - root)
+    forward = of_units + share * widths.parameter * root
+    within_group = forward + of_units + share * widths.parameter * count
     # Between the groups, each rank's shard of a sum is all-reduced.
     copies = of_data // shards
     summed = training.micro_batches * 2 * (copies - 1) / copies * max(4, widths.parameter) * count / shards
