@@ -27,6 +27,7 @@ from tests.strategies import zoo
 from tests.strategies.checkpoint.trainings import tuned
 from tests.strategies.odd import Blocks
 from tests.strategies.parity import make_trainer, zero1, zero3
+from tests.torch_versions import is_before
 
 STRATEGIES: dict[str, Any] = {"ddp_tuned": tuned, "zero1_custom": zero1, "zero3_custom": zero3}
 
@@ -182,6 +183,8 @@ def fail_on_all_and_go_on(name: str, folder: str, plays: bool) -> tuple[list[str
 def test_a_program_that_catches_an_error_of_all_ranks_goes_on(
     pool: RankPool, tmp_path: Path, name: str, plays: bool
 ) -> None:
+    if name == "zero3_custom" and is_before("2.13"):
+        pytest.skip("FSDP2 cannot continue after an exception")
     expected = ["logs a ValueError"] * plays + ["a callback reads", "has ended"]
     assert pool.run(2, fail_on_all_and_go_on, name, str(tmp_path), plays) == [(expected, 3)] * 2
     assert (tmp_path / "saved.ckpt").exists()

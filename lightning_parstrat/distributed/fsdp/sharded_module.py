@@ -33,7 +33,7 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.fsdp.outputs import BlockCalls
 from lightning_parstrat.distributed.fsdp.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.fsdp.refused_gradients import no_gradients_of
-from lightning_parstrat.distributed.fsdp.sharding import Sharding, module_sharding, shard
+from lightning_parstrat.distributed.fsdp.sharding import check_sharding, module_sharding, note_exception, shard
 from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.fsdp.tensor_layers import TensorLayers
 from lightning_parstrat.distributed.fsdp.units import rounded_by_autocast
@@ -149,14 +149,7 @@ class ShardedModule:
         is_new = module_sharding(module) is None
         if is_new:
             shard(module, group, collectives, device, policy, by_child)
-        sharding, size = cast(Sharding, module_sharding(module)), policy.tensor_parallel_size
-        if (sharding.groups, sharding.tensor_parallel_size) != (collectives.shard_groups, size):
-            raise ValueError(
-                f"The module is already sharded over groups of {sharding.groups.size} ranks, by"
-                f" tensor_parallel_size={sharding.tensor_parallel_size}. This training has groups of"
-                f" {collectives.shard_count}, and tensor_parallel_size={size}. Set the arguments of the earlier"
-                " training. Or make a new module, and load a checkpoint into it."
-            )
+        sharding = check_sharding(module, collectives.shard_groups, policy.tensor_parallel_size)
         self.units = [part for part in self._parts if part is not module]
         self.clock: Callable[[], Callable[[], None]] | None = None
         """Called before each gather of a forward. It returns a function that is called after the gather."""
@@ -583,11 +576,13 @@ class ShardedModule:
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
-    def close(self) -> None:
+    def close(self, by_exception: bool) -> None:
         """Ends a training. The module stays sharded. Not collective.
 
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
+        if by_exception and not hasattr(self.module, "reset_iter_state"):
+            note_exception(self.module)
         self.abandon_backward()
         # FSDP2 keeps its calls of this object.
         self._is_closed = True

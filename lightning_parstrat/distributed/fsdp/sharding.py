@@ -38,12 +38,14 @@ class Sharding(NamedTuple):
         place: The part that this rank holds.
         tensor_parallel_size: How many ranks share a tensor-parallel layer.
         planned: These layers.
+        is_stuck: Whether FSDP2 cannot train the module again.
     """
 
     groups: ShardGroups
     place: ShardPlace
     tensor_parallel_size: int
     planned: list[PlannedLayer]
+    is_stuck: bool = False
 
 
 _SHARDED: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDictionary()
@@ -52,6 +54,33 @@ _SHARDED: "weakref.WeakKeyDictionary[nn.Module, Sharding]" = weakref.WeakKeyDict
 def module_sharding(module: nn.Module) -> Sharding | None:
     """How :func:`shard` has sharded a module. None if it has not."""
     return _SHARDED.get(module)
+
+
+def note_exception(module: nn.Module) -> None:
+    """Notes that an exception has ended a training whose step an older FSDP2 cannot forget. Not collective."""
+    _SHARDED[module] = _SHARDED[module]._replace(is_stuck=True)
+
+
+def check_sharding(module: nn.Module, groups: ShardGroups, tensor_parallel_size: int) -> Sharding:
+    """How a sharded module is sharded. Not collective.
+
+    Raises:
+        ValueError: A training by such groups cannot use the module.
+    """
+    sharding = _SHARDED[module]
+    if sharding.is_stuck:
+        raise ValueError(
+            "An exception has ended an earlier training of this module. FSDP2 of torch 2.12 and older cannot train it"
+            " again: take torch 2.13 or newer, or make a new module, and load a checkpoint into it."
+        )
+    if (sharding.groups, sharding.tensor_parallel_size) != (groups, tensor_parallel_size):
+        raise ValueError(
+            f"The module is already sharded over groups of {sharding.groups.size} ranks, by"
+            f" tensor_parallel_size={sharding.tensor_parallel_size}. This training has groups of {groups.size}, and"
+            f" tensor_parallel_size={tensor_parallel_size}. Set the arguments of the earlier training. Or make a new"
+            " module, and load a checkpoint into it."
+        )
+    return sharding
 
 
 def shard(
