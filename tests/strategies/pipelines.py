@@ -130,12 +130,13 @@ class NormsWeights(Model):
 
 
 class NormsParts(Planned):
-    """A norm between the layers that ranks share, which each rank has whole."""
+    """A norm between the layers that ranks share, which each rank has whole. One is frozen."""
 
     def build(self) -> None:
         super().build()
         for block in self.blocks:
             block.up = nn.Sequential(block.up, nn.Unflatten(-1, (-1, 4)), nn.LayerNorm(4), nn.Flatten(-2))
+        self.blocks[1].up[2].requires_grad_(False)
         self.tp_plan = {
             "blocks.*.up.0": "colwise",
             "blocks.*.up.2": "replicated_with_grad_allreduce",

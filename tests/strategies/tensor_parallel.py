@@ -162,12 +162,21 @@ def with_class(name: str, **attributes: Any) -> type[Transformer]:
 
 
 DropsOut = with_class("DropsOut", dropout=0.2)
-NORM = {**PLAN, "blocks.*.attention.norm": "replicated_with_grad_allreduce"}
-NormsHeads = with_class("NormsHeads", attention=NormedHeads, tp_plan=NORM)
 DropsParts = with_class("DropsParts", dropout=0.2, inner_dropout=0.5)
 CutShort = with_class("CutShort", dropout=0.2, inner_dropout=0.5, block=HalfCheckpointed)
 # Vocabularies are cut, too.
 CutAll = with_class("CutAll", tp_plan={**PLAN, "embedding": "embedding_rowwise", "head": "colwise_gather_output"})
+
+
+class NormsHeads(Transformer):
+    """One of the norms is frozen."""
+
+    attention = NormedHeads
+    tp_plan: ClassVar[dict[str, str]] = {**PLAN, "blocks.*.attention.norm": "replicated_with_grad_allreduce"}
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].attention.norm.requires_grad_(False)
 
 
 class SecondReadsHeads(Transformer):

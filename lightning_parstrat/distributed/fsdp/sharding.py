@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
@@ -126,7 +125,7 @@ def shard(
         precision = MixedPrecisionPolicy(reduce_dtype=summed_in, cast_forward_inputs=False)
         layers = set(part.modules())
         for one in [one for one in planned if one.layer in layers and not holds_shards(one.layer)]:
-            parallelize_module(one.layer, mesh["tensor"], one.style, src_data_rank=None)
+            one.cut(one.layer, mesh["tensor"])
         ignored = cast(Any, whole)
         fully_shard(
             part, mesh=mesh["data"], reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored

@@ -11,8 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parstrat.core.wording import listed
@@ -62,6 +69,14 @@ class PlannedLayer(NamedTuple):
     def takes_shards(self) -> bool:
         """Whether each rank gives a part of the input's features."""
         return isinstance(self.style, RowwiseParallel) and not self.style.input_layouts[0].is_replicate()
+
+    def cut(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+        """Divides the parameters of the layer, or of its copy, over ranks. Not collective."""
+        trainable = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        parallelize_module(layer, mesh, self.style, src_data_rank=None)
+        for name, parameter in layer.named_parameters():
+            # torch's style for norms would train frozen ones.
+            parameter.requires_grad_(trainable[name])
 
 
 def find_plan(module: nn.Module, ranks: int, kept_whole: Collection[Tensor]) -> list[PlannedLayer]:

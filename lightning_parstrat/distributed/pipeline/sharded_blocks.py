@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_parstrat.core.grid import Grid
 from lightning_parstrat.distributed.comm.agreement import any_rank_for_each
@@ -95,8 +94,7 @@ class ShardedBlocks:
         module.set_submodule(name, made)
         for one in self._planned:
             if one.name.startswith(f"{name}."):
-                layer = module.get_submodule(one.name)
-                parallelize_module(layer, self._mesh["tensor"], one.style, src_data_rank=None)
+                one.cut(module.get_submodule(one.name), self._mesh["tensor"])
         if self._grid.data > 1:
             dtypes = {parameter.dtype for parameter in made.parameters()}
             summed_in = None if torch.float64 in dtypes else torch.float32
