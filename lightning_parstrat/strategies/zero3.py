@@ -484,5 +484,5 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _close(self) -> None:
         if self._sharded is not None:
-            self._sharded.close(by_exception=self._ranks.is_interrupted)
+            self._sharded.close()
             self._sharded = None

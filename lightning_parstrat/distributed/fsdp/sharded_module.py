@@ -576,14 +576,16 @@ class ShardedModule:
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
-    def close(self, by_exception: bool) -> None:
+    def close(self) -> None:
         """Ends a training. The module stays sharded. Not collective.
 
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
-        if by_exception and not hasattr(self.module, "reset_iter_state"):
-            note_exception(self.module)
+        was_in_backward = any(number < 0 for number in self._order)
         self.abandon_backward()
+        is_in_forward = not self.parameters.issuperset(self.module.parameters())
+        if (was_in_backward or is_in_forward) and not hasattr(self.module, "reset_iter_state"):
+            note_exception(self.module)
         # FSDP2 keeps its calls of this object.
         self._is_closed = True
         for hook in self._hooks:

@@ -56,7 +56,7 @@ def module_sharding(module: nn.Module) -> Sharding | None:
 
 
 def note_exception(module: nn.Module) -> None:
-    """Notes that an exception has ended a training whose step an older FSDP2 cannot forget. Not collective."""
+    """Notes that an exception has ended a forward or backward that an older FSDP2 cannot forget. Not collective."""
     _SHARDED[module] = _SHARDED[module]._replace(is_stuck=True)
 
 
@@ -69,8 +69,8 @@ def check_sharding(module: nn.Module, groups: ShardGroups, tensor_parallel_size:
     sharding = _SHARDED[module]
     if sharding.is_stuck:
         raise ValueError(
-            "An exception has ended an earlier training of this module. FSDP2 of torch 2.12 and older cannot train it"
-            " again: take torch 2.13 or newer, or make a new module, and load a checkpoint into it."
+            "An exception has ended an earlier forward or backward of this module. FSDP2 of torch 2.12 and older cannot"
+            " train it again: take torch 2.13 or newer, or make a new module, and load a checkpoint into it."
         )
     if (sharding.groups, sharding.tensor_parallel_size) != (groups, tensor_parallel_size):
         raise ValueError(
