@@ -581,7 +581,7 @@ class ShardedModule:
 
         An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
-        was_in_backward = any(number < 0 for number in self._order)
+        was_in_backward = self._is_stuck or any(number < 0 for number in self._order)
         self.abandon_backward()
         is_in_forward = not self.parameters.issuperset(self.module.parameters())
         if (was_in_backward or is_in_forward) and not hasattr(self.module, "reset_iter_state"):
