@@ -41,6 +41,7 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
+from lightning_parstrat.distributed.fsdp.outputs import OF_A_SHARD
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
 from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.state import (
@@ -61,14 +62,6 @@ from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, line_of_tra
 from lightning_parstrat.strategies.wrapperless import ActivationCheckpoints, EqualRanks, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = {"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"}
-
-
-_OF_A_SHARD = (
-    "was computed from a weight of a block, which is a shard there. For a penalty on weights take the optimizer's"
-    " `weight_decay`. Or compute it within the block's own `forward`, or have the block gathered with all else: by"
-    " `auto_wrap_policy`, or a larger `min_num_params`. A layer of a tensor-parallel plan is a shard everywhere: leave"
-    " it out of the plan."
-)
 
 
 class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
@@ -270,7 +263,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             RuntimeError: The tensor is in shards.
         """
         if holds_shards(tensor):
-            raise RuntimeError(f"What is reduced, such as by `self.log(..., sync_dist=True)`, {_OF_A_SHARD}")
+            raise RuntimeError(f"What is reduced, such as by `self.log(..., sync_dist=True)`, {OF_A_SHARD}")
         if group is None and self._policy.tensor_parallel_size > 1:
             group = self._same_data.data_group
         return super().reduce(tensor, group, reduce_op)
@@ -286,7 +279,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._sharded.reshard_before_backward()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
-            raise RuntimeError(f"What `training_step` returned {_OF_A_SHARD}")
+            raise RuntimeError(f"What `training_step` returned {OF_A_SHARD}")
         return output
 
     @override

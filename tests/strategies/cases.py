@@ -356,6 +356,9 @@ CASES = {
     "meta: made anew, the root too": of_shards(for_shards.RootMakes, needs=CPU),
     # What shards cannot do.
     "shards: a penalty": of_shards(for_shards.Penalised, zero3="was computed from a weight of a block"),
+    "shards: a penalty by hand": of_shards(
+        for_shards.PenalisedByHand, zero3="In manual optimization, each child of the module is a block"
+    ),
     "shards: a penalty, logged": of_shards(for_shards.LogsPenalty, zero3="was computed from a weight of a block"),
     "shards: another size": of_shards(
         for_shards.MakesIdentity, zero3="'blocks.1.linear.weight' was given another size"

@@ -28,6 +28,10 @@ class Penalised(Blocks):
         return super().compute_loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
 
 
+class PenalisedByHand(zoo.StepsByHand, Penalised):
+    pass
+
+
 class LogsPenalty(Penalised):
     """The log of all ranks' mean comes before what the step returns."""
 

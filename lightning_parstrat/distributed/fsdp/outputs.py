@@ -181,12 +181,23 @@ def _shows_gradient(output: Any) -> bool:
     return any(map(_shows_gradient, parts))
 
 
+OF_A_SHARD = (
+    "was computed from a weight of a block, which is a shard there. For a penalty on weights take the optimizer's"
+    " `weight_decay`. Or compute it within the block's own `forward`, or have the block gathered with all else: by"
+    " `auto_wrap_policy`, or a larger `min_num_params`. In manual optimization, each child of the module is a block. A"
+    " layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
+)
+"""How an error continues that begins with what was computed."""
+
+
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Within it, torch's error for parameters that a backward did not gather says what to do. Not collective."""
+    """Within it, torch's errors for parameters that are not gathered say what to do. Not collective."""
     try:
         yield
     except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error) and OF_A_SHARD not in str(error):
+            raise RuntimeError(f"A value {OF_A_SHARD} ({error})") from error
         if "storage of size 0" not in str(error):
             raise
         raise RuntimeError(

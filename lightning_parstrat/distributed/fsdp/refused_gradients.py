@@ -57,6 +57,7 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
 
     torch.autograd.grad, torch.autograd.backward = grad, backward
     try:
-        yield
+        with explained_errors():
+            yield
     finally:
         torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
