@@ -274,8 +274,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._sharded.reshard()
         with self._sharded.refusing_gradients():
             output = super().training_step(*args, **kwargs)
-        if self._has_hooks_before_backward:
-            # They see the parameters as optimizers do.
+        if self._has_hooks_before_backward or not self.lightning_module.automatic_optimization:
+            # Hooks see the parameters as optimizers do.
             self._sharded.reshard_before_backward()
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.

@@ -292,10 +292,12 @@ class ShardedModule:
 
     def _note_root(self, own: list[tuple[_Place, set[Tensor]]]) -> Callable[[], None] | None:
         _refuse_replaced(own, "the root")
+        self.writes.freeze_alike(self.module)
         return self._begin_gather()
 
     def _note_forward(self, number: int, name: str, own: list[tuple[_Place, set[Tensor]]]) -> Callable[[], None] | None:
         _refuse_replaced(own, repr(name))
+        self.writes.freeze_alike(self.units[number])
         if self._gathers_apart:
             self._gather_after_writes(number, "forward", name)
         if self._is_closed:
@@ -469,8 +471,8 @@ class ShardedModule:
         """Frees what FSDP2 leaves gathered after a backward. Not collective."""
         for number in self._run_through:
             self.units[number].set_reshard_after_backward(True, recurse=False)
-            self.units[number].reshard()
-        cast(FSDPModule, self.module).reshard()
+        for part in self._parts:
+            part.reshard()
 
     def end_backward(self, factor: Callable[[], float]) -> None:
         """Completes the gradients of the backwards since the last call. Collective if there were any: one message.

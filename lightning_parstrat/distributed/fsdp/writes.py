@@ -40,6 +40,8 @@ class Writes:
         self._rounded = torch.zeros(len(parts), dtype=torch.bool, device=device)
         self._read = torch.zeros(len(parts), dtype=torch.bool, pin_memory=device.type == "cuda")
         self._storages = []
+        self._trained: dict[Tensor, bool] = {}
+        """Whether each gathered tensor was trained when it and its shard were last alike."""
         for number, part in enumerate(parts.values()):
             part.unshard()
             gathered = gathered_by_fsdp(part)
@@ -48,12 +50,27 @@ class Writes:
             self._storages += [(name, tensor, tensor.untyped_storage()) for name, tensor in both]
             whole = [(shard, local(one.detach())) for shard, one in gathered]
             own = [(shard, one.view(-1)[own_rows(shard, one)]) for shard, one in whole]
-            call_before_freeing(part, functools.partial(self._keep, number, [pair for pair in own if pair[1].numel()]))
+            own = [pair for pair in own if pair[1].numel()]
+            call_before_freeing(part, functools.partial(self._keep, number, part, own))
             part.reshard()
 
+    def freeze_alike(self, part: nn.Module) -> None:
+        """Freezes or unfreezes shards as your code has done with their gathered tensors, or the other way round.
+
+        Not collective. Call it before each forward, too: a part may still be gathered.
+        """
+        for shard, one in gathered_by_fsdp(part):
+            is_as_before = one.requires_grad == self._trained.get(one, shard.requires_grad)
+            trained = (shard if is_as_before else one).requires_grad
+            for tensor in (shard, one):
+                if tensor.requires_grad != trained:
+                    tensor.requires_grad_(trained)
+            self._trained[one] = trained
+
     @torch.no_grad()
-    def _keep(self, number: int, own: list[tuple[Tensor, Tensor]]) -> None:
+    def _keep(self, number: int, part: nn.Module, own: list[tuple[Tensor, Tensor]]) -> None:
         """Copies this rank's elements of gathered parameters into its shards, or notes that they would be rounded."""
+        self.freeze_alike(part)
         for parameter, one in own:
             if local(parameter).numel() != one.numel():
                 name = next(name for name, known, _ in self._storages if known is parameter)
