@@ -41,6 +41,40 @@ class LogsPenalty(Penalised):
         return loss
 
 
+class FreezesInStep(Blocks):
+    """In its second step, for good: a layer of the root before its use, and a block after that."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        if self.global_step == 1:
+            self.head.requires_grad_(False)
+        loss = super().compute_loss(batch)
+        if self.global_step == 1:
+            self.blocks[1].requires_grad_(False)
+        return loss
+
+
+class TakesTurns(Blocks):
+    """Two optimizers over two batches each. The first one's backward does not reach what the second one steps."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.compute_loss(batch))
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks[0].linear.bias.requires_grad_(batch_idx % 4 < 2)
+
+    def configure_optimizers(self) -> Any:
+        parts = [*self.blocks[1:].parameters(), *self.head.parameters()], self.blocks[0].parameters()
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+
 class MakesIdentity(Blocks):
     """torch gives the whole matrix to this rank's rows."""
 
