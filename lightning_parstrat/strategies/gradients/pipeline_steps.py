@@ -315,8 +315,8 @@ class PipelineSteps:
             raise apart
         if len({one.trained for one in told}) > 1:
             raise PipelineError(
-                "A step has set `requires_grad` after the last block of a stage. Other ranks do not see that. Set it"
-                " in a hook, such as `on_train_batch_start`, or at the beginning of the step."
+                "A step has set `requires_grad` after the last block of a stage, or in shards. Other ranks do not see"
+                " that. Set it in a hook, such as `on_train_batch_start`."
             )
         if len({one.settings for one in told}) > 1:
             raise PipelineError(
