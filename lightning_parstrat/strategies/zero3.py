@@ -41,7 +41,7 @@ from lightning_parstrat.distributed.engine.cuts import local
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.engine.state import grouped_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
-from lightning_parstrat.distributed.fsdp.outputs import OF_A_SHARD
+from lightning_parstrat.distributed.fsdp.refused_gradients import OF_A_SHARD
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
 from lightning_parstrat.distributed.fsdp.sharding import module_sharding
 from lightning_parstrat.distributed.fsdp.state import (

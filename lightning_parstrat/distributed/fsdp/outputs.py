@@ -8,7 +8,6 @@ dictionaries and dataclasses that hold tensors with gradients. What the block ad
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -179,30 +178,3 @@ def _shows_gradient(output: Any) -> bool:
         return False
     parts = output if isinstance(output, tuple) else (_content(output) or {}).values()
     return any(map(_shows_gradient, parts))
-
-
-OF_A_SHARD = (
-    "was computed from a weight of a block, which is a shard there. For a penalty on weights take the optimizer's"
-    " `weight_decay`. Or compute it within the block's own `forward`, or have the block gathered with all else: by"
-    " `auto_wrap_policy`, or a larger `min_num_params`. In manual optimization, each child of the module is a block. A"
-    " layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
-)
-"""How an error continues that begins with what was computed."""
-
-
-@contextmanager
-def explained_errors() -> Iterator[None]:
-    """Within it, torch's errors for parameters that are not gathered say what to do. Not collective."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error) and OF_A_SHARD not in str(error):
-            raise RuntimeError(f"A value {OF_A_SHARD} ({error})") from error
-        if "storage of size 0" not in str(error):
-            raise
-        raise RuntimeError(
-            "A backward has come to a block of `zero3_custom` whose parameters were not gathered. It gathers them when"
-            " it comes to a tensor that the block has returned, alone or in dictionaries, lists, tuples or"
-            " dataclasses. A backward through gradients in `training_step` cannot gather them. Set"
-            " `reshard_after_forward=False`, or leave the block to the root."
-        ) from error

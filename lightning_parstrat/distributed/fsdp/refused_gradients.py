@@ -1,4 +1,4 @@
-"""Gradients of shards, which autograd cannot compute, as an error instead of nothing."""
+"""Errors for what code cannot compute with shards: they say what to do."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -10,13 +10,22 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.fsdp.outputs import explained_errors
 from lightning_parstrat.distributed.torch_compat import current_graph_task_id
+
+OF_A_SHARD = (
+    "was computed from a weight of a block, which is a shard there. For a penalty on weights take the optimizer's"
+    " `weight_decay`. Or compute it within the block's own `forward`, or have the block gathered with all else: by"
+    " `auto_wrap_policy`, or a larger `min_num_params`. In manual optimization, each child of the module is a block. A"
+    " layer of a tensor-parallel plan is a shard everywhere: leave it out of the plan."
+)
+"""How an error continues that begins with what was computed."""
 
 
 @contextmanager
 def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within it, autograd raises an error if it is to compute gradients of shards from what is none. Not collective.
+
+    Errors of torch for parameters that are not gathered say what to do.
 
     Gathered tensors are in a graph, and their shards are not. So `torch.autograd.grad(allow_unused=True)` would return
     None for a shard, and `backward(inputs=...)` would do nothing.
@@ -40,16 +49,14 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
         check(outputs, inputs)
-        with explained_errors():
-            return own_grad(outputs, inputs, *args, **kwargs)
+        return own_grad(outputs, inputs, *args, **kwargs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         inputs = kwargs.get("inputs")
         kwargs |= {"inputs": tuple(inputs)} if isinstance(inputs, Iterator) else {}
         check(tensors, kwargs.get("inputs"))
         try:
-            with explained_errors():
-                own_backward(tensors, *args, **kwargs)
+            own_backward(tensors, *args, **kwargs)
         except BaseException:
             if current_graph_task_id() == -1:
                 failed()
@@ -57,7 +64,24 @@ def no_gradients_of(shards: Collection[Tensor], failed: Callable[[], None] = lam
 
     torch.autograd.grad, torch.autograd.backward = grad, backward
     try:
-        with explained_errors():
+        with _explained_errors():
             yield
     finally:
         torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
+
+
+@contextmanager
+def _explained_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error) and OF_A_SHARD not in str(error):
+            raise RuntimeError(f"A value {OF_A_SHARD} ({error})") from error
+        if "storage of size 0" not in str(error):
+            raise
+        raise RuntimeError(
+            "A step has used a block of `zero3_custom` whose parameters were not gathered. A backward gathers them when"
+            " it comes to a tensor that the block has returned, alone or in dictionaries, lists, tuples or"
+            " dataclasses. A backward through gradients in `training_step` cannot gather them. Set"
+            " `reshard_after_forward=False`, or leave the block to the root."
+        ) from error

@@ -1,4 +1,4 @@
-"""Writes of your code to parameters of a sharded module: kept in the shards, or refused.
+"""Writes of your code to parameters of a sharded module: kept in the shards, or refused. What it freezes is kept, too.
 
 A step gathers parameters, uses them, and frees them. A write in between, such as that of a teacher's moving average,
 would be lost. Before a part's parameters are freed, each rank therefore copies its elements of them into its shards.
